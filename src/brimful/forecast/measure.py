@@ -1,0 +1,141 @@
+"""Runs the forecast's phases for real on a GPU and reads what PyTorch's allocator says."""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from brimful.core.errors import MissingPackage
+from brimful.core.forecast import PhasePeak
+from brimful.core.runfile import RunFile
+from brimful.core.tape import Category, Phase
+from brimful.forecast.phases import play
+from brimful.step.assemble import assemble, random_weights, shape_model
+from brimful.step.step import Observer, TrainStep
+from brimful.step.target import this_machine
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a GPU really used. `died` is set when it ran out of memory; the peaks are then those up to that point."""
+
+    allocated: int
+    reserved: int
+    device_used: int
+    phases: tuple[PhasePeak, ...]
+    retries: int
+    seconds: float
+    died: str | None = None
+    history: tuple[tuple[int, str], ...] | None = None
+
+
+class _Gauge(Observer):
+    """Reads the peaks of each phase."""
+
+    def __init__(self) -> None:
+        self.peaks: list[PhasePeak] = []
+
+    @contextmanager
+    def phase(self, phase: Phase, default: Category | None = None) -> Iterator[None]:
+        """Peaks from here to the end of the block."""
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            self.peaks.append(PhasePeak(phase, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+
+    def gradients_made(self, step: TrainStep) -> None:
+        """Nothing to learn here."""
+
+    def state_made(self, step: TrainStep) -> None:
+        """Nothing to learn here."""
+
+
+def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False) -> Measurement:
+    """Run the phases on this machine's GPU, which may be made to look like a card with `cap` bytes to reserve."""
+    if not torch.cuda.is_available():
+        raise MissingPackage("a CUDA GPU", "measure", hint="forecast needs none: brimful forecast …")
+    _clean_slate()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (cap or total) / total))
+    if run.pin.allocator:
+        torch.cuda.memory._set_allocator_settings(run.pin.allocator)
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=2_000_000, context="alloc", stacks="python")
+    gauge, started, died = _Gauge(), time.perf_counter(), None
+    try:
+        _phases(run, gauge)
+    except torch.OutOfMemoryError as error:
+        died = str(error).split(". ")[0]
+    seconds = time.perf_counter() - started
+    free, _ = torch.cuda.mem_get_info()
+    events = _history() if history else None
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    result = Measurement(
+        max((p.allocated for p in gauge.peaks), default=0),
+        max((p.reserved for p in gauge.peaks), default=0),
+        total - free,
+        tuple(gauge.peaks),
+        retries,
+        seconds,
+        died,
+        events,
+    )
+    if run.pin.allocator:
+        _clean_slate()
+        torch.cuda.memory._set_allocator_settings(_defaults(run.pin.allocator))
+    return result
+
+
+def _phases(run: RunFile, gauge: _Gauge) -> None:
+    """In a function of its own, so that nothing is alive when it has returned or raised."""
+    with gauge.phase(Phase.LOAD):
+        step = assemble(run, shape_model(run), this_machine(), gauge, fill=partial(random_weights, seed=run.seed))
+    play(run, step, gauge)
+
+
+def _clean_slate() -> None:
+    """As if the process had just begun: no cached segments, no library workspaces, fresh counters."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+
+
+def _defaults(settings: str) -> str:
+    """The options of `settings`, set back to what PyTorch starts with."""
+    start = {
+        "expandable_segments": "False",
+        "garbage_collection_threshold": "0",
+        "max_split_size_mb": str((1 << 63) >> 20),
+        "roundup_power2_divisions": "0",
+    }
+    names = [part.split(":")[0] for part in settings.split(",")]
+    return ",".join(f"{name}:{start[name]}" for name in names)
+
+
+def _history() -> tuple[tuple[int, str], ...]:
+    """The real tape: positive sizes for allocations, negative for frees, each with its innermost line of Python."""
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    events = []
+    for entry in snapshot["device_traces"][0]:
+        if entry["action"] == "alloc":
+            events.append((entry["size"], _line(entry.get("frames", ()))))
+        elif entry["action"] == "free_completed":
+            events.append((-entry["size"], ""))
+    return tuple(events)
+
+
+def _line(frames: list[dict[str, object]]) -> str:
+    for frame in frames:
+        file = str(frame["filename"])
+        if "/torch/" not in file:
+            return f"{file.rsplit('/', 1)[-1]}:{frame['line']}"
+    return ""

@@ -1,0 +1,105 @@
+"""The forecast: trace, replay, itemise, judge."""
+
+import time
+from collections import defaultdict
+
+from brimful import __version__
+from brimful.catalog.gpus import get_gpu
+from brimful.core.forecast import Culprit, Forecast, LiveTensor
+from brimful.core.runfile import RunFile, to_mapping
+from brimful.core.tape import Category, Phase, Tape
+from brimful.forecast.allocator import Settings, replay, smallest_capacity
+from brimful.forecast.budget import card_of, judge
+
+DEFAULT_CAPABILITY = (9, 0)
+HOST_BASE = 900 << 20
+DEFAULT_CONTEXT = 780 << 20
+
+
+def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
+    """Forecast one run; the card comes from the run file, and without one there is no verdict."""
+    started = time.perf_counter()
+    gpu = get_gpu(run.hardware.gpu) if run.hardware.gpu else None
+    settings = Settings.parse(run.pin.allocator or "")
+    from brimful.forecast.trace import trace  # torch takes seconds to import: names are checked first
+
+    traced = trace(run, gpu.capability if gpu else DEFAULT_CAPABILITY)
+    tape = traced.tape
+    result = replay(tape, settings)
+    smallest = smallest_capacity(tape, settings)
+    card = card_of(gpu, run.hardware.headroom) if gpu else None
+    context = card.context if card else DEFAULT_CONTEXT
+    live = _live_at(tape, result.peak_allocated_event)
+    items = _items(tape, live)
+    items["fragmentation"] = result.peak_reserved - sum(items.values())
+    items["context"] = context
+    return Forecast(
+        job=to_mapping(run),
+        allocated=result.peak_allocated,
+        reserved=result.peak_reserved,
+        device_used=result.peak_reserved + context,
+        smallest_capacity=smallest,
+        verdict=judge(smallest, card.line) if card else None,
+        card=card,
+        items=items,
+        phases=result.phases,
+        culprit=_culprit(tape, result.peak_allocated_event),
+        largest=_largest(tape, live),
+        trainable_parameters=traced.trainable_parameters,
+        total_parameters=traced.total_parameters,
+        host_ram=HOST_BASE + traced.largest_weight,
+        notes=_notes(card),
+        versions=_versions(),
+        trace_s=time.perf_counter() - started,
+    ), tape
+
+
+def _notes(card: object) -> tuple[str, ...]:
+    if card is not None and not card.measured:
+        return (f"{card.name}: this generation was never measured; its kernels are taken to behave as a Hopper's",)
+    return ()
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"brimful": __version__} | {name: version(name) for name in ("torch", "transformers", "peft")}
+
+
+def _live_at(tape: Tape, event: int) -> set[int]:
+    """The allocations that are alive just after an event."""
+    live: set[int] = set()
+    for number in tape.events[: event + 1]:
+        if number > 0:
+            live.add(number - 1)
+        else:
+            live.discard(-number - 1)
+    return live
+
+
+def _items(tape: Tape, live: set[int]) -> dict[str, int]:
+    items = {str(category): 0 for category in Category}
+    for index in live:
+        allocation = tape.allocations[index]
+        items[str(allocation.category)] += allocation.size
+    return items
+
+
+def _culprit(tape: Tape, event: int) -> Culprit:
+    allocation = tape.allocations[tape.events[event] - 1]
+    phase = next((span.phase for span in tape.spans if span.start <= event < span.end), Phase.LOAD)
+    return Culprit(allocation.op, allocation.module, allocation.line, phase, allocation.size)
+
+
+def _largest(tape: Tape, live: set[int], most: int = 10) -> tuple[LiveTensor, ...]:
+    """The ten largest tensors; those alike in shape and origin but for the layer's number count as one entry."""
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in live:
+        a = tape.allocations[index]
+        module = ".".join("*" if part.isdigit() else part for part in a.module.split("."))
+        groups[(a.category, a.op, module, a.shape, a.dtype, a.size)].append(index)
+    biggest = sorted(groups.items(), key=lambda group: -group[0][5])[:most]
+    return tuple(
+        LiveTensor(size, len(members), category, op, module, shape, dtype)
+        for (category, op, module, shape, dtype, size), members in biggest
+    )

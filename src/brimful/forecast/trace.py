@@ -1,0 +1,71 @@
+"""Traces a run: load, first step, steady state, evaluation and saving, with fake tensors on the CPU."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from brimful.core.errors import ModelError
+from brimful.core.runfile import RunFile
+from brimful.core.tape import Category, Phase, Tape
+from brimful.forecast.persona import Persona
+from brimful.forecast.phases import play
+from brimful.forecast.recorder import Recorder
+from brimful.step.assemble import assemble, shape_model, trainable_count
+from brimful.step.model import TrainModel
+from brimful.step.target import Target
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The tape of a run and what was learned of the model on the way."""
+
+    tape: Tape
+    trainable_parameters: int
+    total_parameters: int
+    largest_weight: int
+
+
+def trace(run: RunFile, capability: tuple[int, int]) -> Trace:
+    """Run the step as the target would, and record what it allocates."""
+    target = Target("cuda", capability, traced=True)
+    recorder = Recorder(Persona(capability))
+    model = shape_model(run)
+    with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        with recorder.phase(Phase.LOAD, Category.WEIGHTS):
+            step = assemble(run, model, target, recorder, fill=lambda model: _own(recorder, model))
+        counts = trainable_count(step.model)
+        handles = recorder.name_modules(step.model.module)
+        try:
+            play(run, step, recorder)
+        except DataDependentOutputException as error:
+            raise ModelError(
+                f"{run.model} computes a shape from its data ({error.func}), which no forecast can know",
+                hint="use operations whose output shapes depend on input shapes alone",
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+    largest = max(p.numel() * p.element_size() for p in step.model.module.parameters())
+    return Trace(recorder.tape(), *counts, largest)
+
+
+def _own(recorder: Recorder, model: TrainModel) -> None:
+    """Tell adapters from frozen weights."""
+    trainable = model.trainable().values()
+    if len(trainable) < len(list(model.module.parameters())):
+        for parameter in trainable:
+            recorder.belongs(parameter, Category.ADAPTERS)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Reference counts decide when memory is let go, as in a real run; the collector would only blur it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

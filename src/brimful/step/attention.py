@@ -1,0 +1,174 @@
+"""Attention inside each row, by a kernel that is chosen here and not by PyTorch's dispatcher.
+
+Choosing it ourselves makes the choice visible to the planner and the same in the trace and on the GPU. The kernels are
+PyTorch's own (flash, memory-efficient); `exact` is plain tensor operations, for CPUs and what no kernel can express.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from brimful.step import context
+from brimful.step.batch import Layout
+from brimful.step.dropout import keyed_dropout_scores
+from brimful.step.target import Target
+
+NAME = "brimful"
+CAUSAL_FROM_TOP_LEFT = 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks of an attention kernel."""
+
+    head_size: int
+    dtype: torch.dtype
+    bias: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+
+def choose_kernel(demand: Demand, target: Target) -> str:
+    """`flash`, `efficient` or `exact`: the fastest that can express the demand on the target."""
+    if not target.on_cuda or demand.softcap or demand.sinks:
+        return "exact"
+    half = demand.dtype in (torch.float16, torch.bfloat16)
+    if (
+        half
+        and target.capability >= (8, 0)
+        and demand.head_size <= 256
+        and demand.head_size % 8 == 0
+        and not demand.bias
+    ):
+        return "flash"
+    if demand.dtype == torch.bfloat16 and target.capability < (8, 0):
+        return "exact"
+    return "efficient" if demand.dtype != torch.float64 else "exact"
+
+
+def can_run_unpadded(demand: Demand, target: Target) -> bool:
+    """Whether rows can lie end to end: a kernel with row boundaries, or exact attention row by row on the CPU."""
+    return choose_kernel(demand, target) == "flash" or (
+        not demand.bias and (not target.on_cuda or choose_kernel(demand, target) == "efficient")
+    )
+
+
+def _flash(query, key, value, layout: Layout, *, causal, scale, dropout, window):
+    """Flash attention; grouped key heads are used as they are, rows are kept apart by their starts."""
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    left, right = (window - 1, 0) if window else (None, None)
+    if layout.padded:
+        starts, longest_q, longest_k = None, query.shape[1], key.shape[1]
+    else:
+        query, key, value = (t.squeeze(0) for t in (query, key, value))
+        starts, longest_q = layout.row_starts, max(layout.lengths)
+        longest_k = longest_q
+    out = torch.ops.aten._flash_attention_forward(
+        query, key, value, starts, starts, longest_q, longest_k, dropout, causal, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )[0]  # fmt: skip
+    return out if layout.padded else out.unsqueeze(0)
+
+
+def _efficient(query, key, value, layout: Layout, *, causal, scale, dropout, window, bias):
+    """The memory-efficient kernel: takes an additive bias and fp32, but wants as many key heads as query heads."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (_repeat(t, groups) for t in (key, value))
+    if bias is not None:
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    starts = longest = None
+    if not layout.padded:
+        starts, longest = layout.row_starts, max(layout.lengths)
+    return torch.ops.aten._efficient_attention_forward(
+        query, key, value, bias, starts, starts, longest, longest, dropout,
+        CAUSAL_FROM_TOP_LEFT if causal else 0, torch.is_grad_enabled(), scale=scale, window_size=window,
+    )[0]  # fmt: skip
+
+
+def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    batch, count, length, size = heads.shape
+    return heads[:, :, None].expand(batch, count, groups, length, size).reshape(batch, count * groups, length, size)
+
+
+def _exact(query, key, value, *, causal, scale, dropout, window, bias, softcap, keys, module_id):
+    """Plain tensor operations over one dense block of rows; dropout is keyed by row, head and positions."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (_repeat(t, groups) for t in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        rows = torch.arange(query.shape[2], device=query.device)[:, None]
+        columns = torch.arange(key.shape[2], device=query.device)[None, :]
+        hidden = columns > rows
+        if window:
+            hidden = hidden | (columns <= rows - window)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    upcast = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = functional.softmax(scores, dim=-1, dtype=upcast).to(query.dtype)
+    if dropout:
+        positions = torch.arange(key.shape[2], device=query.device).expand(query.shape[0], -1)
+        probabilities = keyed_dropout_scores(probabilities, keys, positions, module_id, dropout)
+    return torch.matmul(probabilities, value).transpose(1, 2).contiguous()
+
+
+def _exact_rows(query, key, value, layout: Layout, query_keys, **options):
+    """Exact attention of unpadded rows, one after the other."""
+    pieces = []
+    for q, k, v, row_keys in zip(
+        query.split(layout.lengths, 2), key.split(layout.lengths, 2), value.split(layout.lengths, 2),
+        query_keys.view(-1).split(layout.lengths), strict=True,
+    ):  # fmt: skip
+        pieces.append(_exact(q, k, v, keys=row_keys.unsqueeze(0), **options))
+    return torch.cat(pieces, 1)
+
+
+def _bias(role: str, position_bias, padding, dtype):
+    """The additive bias of T5: relative positions, and minus infinity where the encoder's rows are padded."""
+    if role == "cross":
+        position_bias = None  # transformers passes zeros there
+    if padding is None or role == "decoder":
+        return position_bias
+    mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
+    mask = mask.masked_fill(padding, torch.finfo(dtype).min)[:, None, None, :]
+    return mask if position_bias is None else position_bias + mask
+
+
+def attend(
+    module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=None, softcap=None,
+    position_bias=None, s_aux=None, **_,
+):  # fmt: skip
+    """The function that transformers calls in every attention layer. Shapes are (rows, heads, positions, head size)."""
+    now = context.current()
+    role = getattr(module, "attention_role", "decoder")
+    batch = now.batch
+    if now.compute is not None:
+        query, key, value = (t.to(now.compute) for t in (query, key, value))
+    layout = batch.decoder_layout if batch.decoder_layout is not None and role != "encoder" else batch.layout
+    causal = role == "decoder"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if sliding_window is not None and sliding_window >= (max(layout.lengths) if not layout.padded else layout.width):
+        sliding_window = None
+    bias = _bias(role, position_bias, batch.padding, query.dtype)
+    demand = Demand(query.shape[-1], query.dtype, bias is not None, softcap is not None, s_aux is not None)
+    kernel = now.attention or choose_kernel(demand, now.target)
+    options = {"causal": causal, "scale": scale, "dropout": dropout, "window": sliding_window}
+    if kernel == "flash":
+        return _flash(query, key, value, layout, **options), None
+    if kernel == "efficient":
+        return _efficient(query, key, value, layout, bias=bias, **options), None
+    keys = batch.decoder_keys if batch.decoder_keys is not None and role != "encoder" else batch.keys
+    options |= {"bias": bias, "softcap": softcap, "module_id": getattr(module, "dropout_id", 0)}
+    if layout.padded:
+        return _exact(query, key, value, keys=keys.view(query.shape[0], -1), **options), None
+    return _exact_rows(query, key, value, layout, keys, **options), None
+
+
+AttentionInterface.register(NAME, attend)
