@@ -22,6 +22,8 @@ class Gpu:
     title: str
     architecture: str
     compute_capability: str
+    multiprocessors: int
+    threads_per_multiprocessor: int
     memory_mib: int
     cuda_mib: int
     cuda_kind: CudaKind

@@ -59,7 +59,7 @@ class Persona:
     """One process on one GPU: knows which libraries have already taken their workspace."""
 
     capability: tuple[int, int]
-    multiprocessors: Multiprocessors = Multiprocessors(132, 2048)
+    multiprocessors: Multiprocessors
     torch_version: tuple[int, int] = (2, 11)
     _handles: set[tuple[str, str]] = field(default_factory=set)
 
@@ -123,7 +123,8 @@ def _flash_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Gr
         rows = starts.shape[0] - 1
         positions = query.shape[0] + 128 * rows
         softmax_d = heads * positions
-    temporaries = [4 * softmax_d, 4 * positions * heads * size_rounded]
+    copies = [t.numel() * t.element_size() for t in (args[0], args[4]) if not t.is_contiguous()]
+    temporaries = [*copies, 4 * softmax_d, 4 * positions * heads * size_rounded]
     if key.shape[-2] != heads:
         expanded = key.numel() // key.shape[-2] * heads * query.element_size()
         temporaries += [expanded, expanded]

@@ -11,9 +11,8 @@ from brimful.core.tape import Category, Phase, Tape
 from brimful.forecast.allocator import Settings, replay, smallest_capacity
 from brimful.forecast.budget import card_of, judge
 
-DEFAULT_CAPABILITY = (9, 0)
+REFERENCE = "h200"  # the card that the rules were measured on stands in where none is named
 HOST_BASE = 900 << 20
-DEFAULT_CONTEXT = 780 << 20
 
 
 def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
@@ -21,14 +20,17 @@ def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
     started = time.perf_counter()
     gpu = get_gpu(run.hardware.gpu) if run.hardware.gpu else None
     settings = Settings.parse(run.pin.allocator or "")
+    from brimful.forecast.reductions import Multiprocessors
     from brimful.forecast.trace import trace  # torch takes seconds to import: names are checked first
 
-    traced = trace(run, gpu.capability if gpu else DEFAULT_CAPABILITY)
+    card_like = gpu or get_gpu(REFERENCE)
+    multiprocessors = Multiprocessors(card_like.multiprocessors, card_like.threads_per_multiprocessor)
+    traced = trace(run, card_like.capability, multiprocessors)
     tape = traced.tape
     result = replay(tape, settings)
     smallest = smallest_capacity(tape, settings)
     card = card_of(gpu, run.hardware.headroom) if gpu else None
-    context = card.context if card else DEFAULT_CONTEXT
+    context = card_like.context
     live = _live_at(tape, result.peak_allocated_event)
     items = _items(tape, live)
     items["fragmentation"] = result.peak_reserved - sum(items.values())

@@ -13,6 +13,7 @@ from brimful.core.tape import Category, Phase, Tape
 from brimful.forecast.persona import Persona
 from brimful.forecast.phases import play
 from brimful.forecast.recorder import Recorder
+from brimful.forecast.reductions import Multiprocessors
 from brimful.step.assemble import assemble, shape_model, trainable_count
 from brimful.step.model import TrainModel
 from brimful.step.target import Target
@@ -28,10 +29,10 @@ class Trace:
     largest_weight: int
 
 
-def trace(run: RunFile, capability: tuple[int, int]) -> Trace:
+def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiprocessors) -> Trace:
     """Run the step as the target would, and record what it allocates."""
     target = Target("cuda", capability, traced=True)
-    recorder = Recorder(Persona(capability))
+    recorder = Recorder(Persona(capability, multiprocessors))
     model = shape_model(run)
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True), recorder:
         with recorder.phase(Phase.LOAD, Category.WEIGHTS):
