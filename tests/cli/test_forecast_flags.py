@@ -1,16 +1,21 @@
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
-from brimful.cli import forecast as command
-from brimful.cli.forecast import _KEYS, build_run, parse_settings
+import pytest
+
+from brimful.cli.flags import KEYS as FLAGS
+from brimful.cli.flags import build_run, parse_settings
+from brimful.cli.forecast import forecast
+from brimful.cli.measure import measure
 from brimful.core.runfile import KEYS, RunFile
 from brimful.core.units import Batch
 
 
-def test_every_flag_that_mirrors_a_key_exists_and_so_does_its_key() -> None:
-    assert set(_KEYS.values()) <= {key.name for key in KEYS}
-    beside = {"target", "settings", "as_json", "timeline"}
-    assert set(inspect.signature(command.forecast).parameters) == set(_KEYS) | beside
+@pytest.mark.parametrize("command", [forecast, measure])
+def test_every_flag_that_mirrors_a_key_exists_and_so_does_its_key(command: Callable[..., None]) -> None:
+    assert set(FLAGS.values()) <= {key.name for key in KEYS}
+    assert {"target", "settings", "as_json", *FLAGS} <= set(inspect.signature(command).parameters)
 
 
 def test_a_bare_model_is_a_run_file_of_defaults() -> None:

@@ -244,7 +244,7 @@ def test_a_named_tensor_carries_its_op_module_shape_type_and_line() -> None:
     assert isinstance(tensors, dict)
     assert isinstance(strings, list)
     words = [strings[tensors[field][0]] for field in ("op", "module", "shape", "dtype", "line")]
-    assert words == ["aten::mm", "lm_head", "3", "bfloat16", "model.py:12"]
+    assert words == ["aten::mm", "lm_head", "3", "bf16", "model.py:12"]
     assert data["categories"][tensors["category"][0]] == ["loss", "logits and loss"]  # type: ignore[index]
 
 

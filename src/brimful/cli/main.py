@@ -11,6 +11,7 @@ import typer
 
 from brimful import __version__
 from brimful.cli.forecast import forecast
+from brimful.cli.measure import measure
 from brimful.core.errors import EXIT_CODES, BrimfulError, ExitCode
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(forecast)
+app.command()(measure)
 
 
 _RETRY = "not foreseen; run again with --debug for the traceback"

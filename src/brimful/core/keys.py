@@ -70,7 +70,7 @@ def write(value: object) -> Any:
         return out
     if isinstance(value, tuple):
         return [write(inner) for inner in value]
-    return value
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def describe(kind: type, place: str = "") -> Iterator[Key]:
@@ -118,6 +118,13 @@ def flag(raw: object, place: str) -> bool:
     if not isinstance(raw, bool):
         raise RunFileError(f"{place}: expected true or false, got {raw!r}", f"write {place}: true")
     return raw
+
+
+def mapping(raw: object, place: str) -> Mapping[str, Any]:
+    """Keys and values that mean something to somebody else, who is given them as they are."""
+    if not isinstance(raw, Mapping) or not all(isinstance(name, str) for name in raw):
+        raise RunFileError(f"{place}: expected keys and values, got {raw!r}", f"write {place}: {{name: value}}")
+    return dict(raw)
 
 
 def one_of(*choices: str) -> Reader:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import yaml
 
 from brimful.core.errors import RunFileError
-from brimful.core.keys import describe, flag, key, many, nested, number, one_of, read, text, unit, whole, write
+from brimful.core.keys import describe, flag, key, many, mapping, nested, number, one_of, read, text, unit, whole, write
 from brimful.core.precision import PRESETS, Precision
 from brimful.core.units import Batch, Duration, exact_bytes, parse_bytes, parse_count, parse_duration
 
@@ -225,6 +225,9 @@ class RunFile:
     """What the user wants. `load`, `from_mapping` and `override` make one; nothing changes one."""
 
     model: str = key("hub id, local folder, catalogue name, or module:Class of your own", text)
+    model_config: Mapping[str, Any] | None = key(
+        "arguments of a module:Class of your own, which is built as Class(**model_config)", mapping, None
+    )
     trust_remote_code: bool = key("let the model's own Python code from the hub run here", flag, False)
     method: str = key("full, lora, qlora or scratch", one_of(*METHODS), "full")
     lora: Lora = key("the adapter, for lora and qlora", nested(Lora), Lora())

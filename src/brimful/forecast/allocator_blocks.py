@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from itertools import islice
 from typing import Protocol
 
+from brimful.forecast.addresses import AddressSpace
 from brimful.forecast.allocator_settings import BLOCK, SMALL_REQUEST, SMALL_SEGMENT, Settings
 
 NO_LIMIT = 1 << 62
@@ -92,21 +93,24 @@ class Segments:
     """One `cudaMalloc` for each segment."""
 
     def __init__(self) -> None:
-        self._address = 0
+        self._addresses = AddressSpace()
 
     def pick(self, pool: Pool, index: int) -> Block:
         return pool.blocks[pool.keys[index]]
 
     def grow(self, pool: Pool, size: int, segment: int) -> tuple[Block, int]:
-        block = Block(self._address, segment, LIVE, None, None)
-        self._address += segment
-        return block, segment
+        return Block(self._addresses.take(segment), segment, LIVE, None, None), segment
 
     def shrink(self, pool: Pool) -> int:
         whole = [block for block in pool.in_order() if block.whole]
         for block in whole:
             pool.remove(block)
+            self.give_back(block)
         return sum(block.size for block in whole)
+
+    def give_back(self, block: Block) -> None:
+        """Return one whole segment's addresses."""
+        self._addresses.give_back(block.address, block.size)
 
 
 class Expandable:
@@ -283,6 +287,8 @@ class Allocator:
 
     def _release(self, pool: Pool, block: Block) -> None:
         pool.remove(block)
+        if isinstance(self._source, Segments):
+            self._source.give_back(block)
         self.reserved -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:

@@ -4,33 +4,23 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from brimful.core.errors import MissingPackage
 from brimful.core.forecast import PhasePeak
+from brimful.core.measurement import Measurement, Survival
 from brimful.core.runfile import RunFile
 from brimful.core.tape import Category, Phase
+from brimful.forecast.fresh import call
 from brimful.forecast.phases import play
-from brimful.step.assemble import assemble, random_weights, shape_model
+from brimful.forecast.survival import bisect
+from brimful.step.assemble import assemble, shape_model
 from brimful.step.step import Observer, TrainStep
 from brimful.step.target import this_machine
+from brimful.step.weights import weights_for
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a GPU really used. `died` is set when it ran out of memory; the peaks are then those up to that point."""
-
-    allocated: int
-    reserved: int
-    device_used: int
-    phases: tuple[PhasePeak, ...]
-    retries: int
-    seconds: float
-    died: str | None = None
-    history: tuple[tuple[int, str], ...] | None = None
+LEFT_BEHIND = 1 << 20
 
 
 class _Gauge(Observer):
@@ -56,15 +46,43 @@ class _Gauge(Observer):
         """Nothing to learn here."""
 
 
+def require_gpu() -> None:
+    """Refuse where there is nothing to measure on."""
+    if not torch.cuda.is_available():
+        raise MissingPackage("a CUDA GPU", "measure", hint="a forecast needs none: brimful forecast …")
+
+
+def measure_survival(run: RunFile, forecast: int) -> Survival:
+    """The smallest capacity that the run survives here, near the forecast one.
+
+    Probes share this process as long as each leaves nothing behind that the next would be judged by.
+    """
+
+    def survives(capacity: int) -> bool:
+        clean_slate()
+        if torch.cuda.memory_allocated() <= LEFT_BEHIND:
+            return measure_run(run, capacity).died is None
+        found = call(_died, run, capacity)
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found["died"] is None
+
+    require_gpu()
+    return bisect(survives, forecast)
+
+
+def _died(run: RunFile, capacity: int) -> dict[str, str | None]:
+    return {"died": measure_run(run, capacity).died}
+
+
 def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False) -> Measurement:
     """Run the phases on this machine's GPU, which may be made to look like a card with `cap` bytes to reserve."""
-    if not torch.cuda.is_available():
-        raise MissingPackage("a CUDA GPU", "measure", hint="forecast needs none: brimful forecast …")
-    _clean_slate()
+    require_gpu()
+    clean_slate()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (cap or total) / total))
     if run.pin.allocator:
-        torch.cuda.memory._set_allocator_settings(run.pin.allocator)
+        _set_allocator(run.pin.allocator)
     if history:
         torch.cuda.memory._record_memory_history(max_entries=2_000_000, context="alloc", stacks="python")
     gauge, started, died = _Gauge(), time.perf_counter(), None
@@ -87,19 +105,21 @@ def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False) 
         events,
     )
     if run.pin.allocator:
-        _clean_slate()
-        torch.cuda.memory._set_allocator_settings(_defaults(run.pin.allocator))
+        clean_slate()
+        _set_allocator(_defaults(run.pin.allocator))
     return result
 
 
 def _phases(run: RunFile, gauge: _Gauge) -> None:
     """In a function of its own, so that nothing is alive when it has returned or raised."""
     with gauge.phase(Phase.LOAD):
-        step = assemble(run, shape_model(run), this_machine(), gauge, fill=partial(random_weights, seed=run.seed))
+        model = shape_model(run)
+        fill = weights_for(model, seed=run.seed, scratch=run.method == "scratch")
+        step = assemble(run, model, this_machine(), gauge, fill=fill)
     play(run, step, gauge)
 
 
-def _clean_slate() -> None:
+def clean_slate() -> None:
     """As if the process had just begun: no cached segments, no library workspaces, fresh counters."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -108,16 +128,21 @@ def _clean_slate() -> None:
     torch.cuda.reset_accumulated_memory_stats()
 
 
+def _set_allocator(settings: str) -> None:
+    """At run time, by the name that this version of PyTorch has for it."""
+    own = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (own or torch.cuda.memory._set_allocator_settings)(settings)
+
+
 def _defaults(settings: str) -> str:
     """The options of `settings`, set back to what PyTorch starts with."""
     start = {
         "expandable_segments": "False",
         "garbage_collection_threshold": "0",
         "max_split_size_mb": str((1 << 63) >> 20),
-        "roundup_power2_divisions": "0",
+        "roundup_power2_divisions": "1",
     }
-    names = [part.split(":")[0] for part in settings.split(",")]
-    return ",".join(f"{name}:{start[name]}" for name in names)
+    return ",".join(f"{name}:{value}" for name, value in start.items() if name in settings)
 
 
 def _history() -> tuple[tuple[int, str], ...]:

@@ -12,7 +12,6 @@ from brimful.forecast.allocator import Settings, replay, smallest_capacity
 from brimful.forecast.budget import card_of, judge
 
 REFERENCE = "h200"  # the card that the rules were measured on stands in where none is named
-HOST_BASE = 900 << 20
 
 
 def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
@@ -49,7 +48,7 @@ def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
         largest=_largest(tape, live),
         trainable_parameters=traced.trainable_parameters,
         total_parameters=traced.total_parameters,
-        host_ram=HOST_BASE + traced.largest_weight,
+        host_ram=traced.loading.peak,
         notes=_notes(card),
         versions=_versions(),
         trace_s=time.perf_counter() - started,

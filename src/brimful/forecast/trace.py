@@ -5,18 +5,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from brimful.core.errors import ModelError
 from brimful.core.runfile import RunFile
 from brimful.core.tape import Category, Phase, Tape
+from brimful.forecast.autocast import like_cuda
+from brimful.forecast.host import Loading, loading, this_process
 from brimful.forecast.persona import Persona
 from brimful.forecast.phases import play
 from brimful.forecast.recorder import Recorder
 from brimful.forecast.reductions import Multiprocessors
 from brimful.step.assemble import assemble, shape_model, trainable_count
 from brimful.step.model import TrainModel
+from brimful.step.source import users_line
 from brimful.step.target import Target
+
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Trace:
     tape: Tape
     trainable_parameters: int
     total_parameters: int
-    largest_weight: int
+    loading: Loading
 
 
 def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiprocessors) -> Trace:
@@ -34,23 +44,24 @@ def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiproce
     target = Target("cuda", capability, traced=True)
     recorder = Recorder(Persona(capability, multiprocessors))
     model = shape_model(run)
-    with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+    host = loading(model, target, this_process())
+    with _no_garbage(), like_cuda(run.precision.autocast), FakeTensorMode(allow_non_fake_inputs=True), recorder:
         with recorder.phase(Phase.LOAD, Category.WEIGHTS):
             step = assemble(run, model, target, recorder, fill=lambda model: _own(recorder, model))
         counts = trainable_count(step.model)
         handles = recorder.name_modules(step.model.module)
         try:
             play(run, step, recorder)
-        except DataDependentOutputException as error:
+        except _DATA_DEPENDENT as error:
+            operation = f" ({error.func})" if hasattr(error, "func") else ""
             raise ModelError(
-                f"{run.model} computes a shape from its data ({error.func}), which no forecast can know",
-                hint="use operations whose output shapes depend on input shapes alone",
+                f"{run.model} looks at its data{users_line(error)}{operation}, which no forecast can know",
+                hint="use operations whose output shapes and branches depend on input shapes alone",
             ) from error
         finally:
             for handle in handles:
                 handle.remove()
-    largest = max(p.numel() * p.element_size() for p in step.model.module.parameters())
-    return Trace(recorder.tape(), *counts, largest)
+    return Trace(recorder.tape(), *counts, host)
 
 
 def _own(recorder: Recorder, model: TrainModel) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from brimful.core.forecast import Culprit, Forecast, LiveTensor, PhasePeak, Verdict
+from brimful.core.forecast import Forecast, LiveTensor, PhasePeak, Verdict
 from brimful.core.units import GiB, MiB, format_bytes
+from brimful.report.words import dtype_word, job_words, last_straw, module_word, op_word, shape_words
 
 _LABEL = 8
 _INDENT = " " * _LABEL
@@ -33,12 +34,16 @@ def show_forecast(forecast: Forecast, console: Console) -> None:
     """Print the whole of `forecast`; without colour and uncut where `console` is not a terminal."""
     # prose is wrapped on a terminal, never cut; a pipe gets one line each
     width = console.width if console.is_terminal else sys.maxsize
+
+    def wrapped(lines: Iterable[Text]) -> list[Text]:
+        return [part for line in lines for part in _wrap(line, width, console)]
+
     sections = (
-        _verdict(forecast),
+        wrapped(_verdict(forecast)),
         _items(forecast.items, unicode=_speaks_unicode(console)),
-        [*_phases(forecast.phases), *_culprit(forecast.culprit)],
-        _largest(forecast.largest),
-        [*_notes(forecast.notes, width), *_footer(forecast, width)],
+        wrapped([*_phases(forecast.phases), *_culprit(forecast)]),
+        _largest(forecast.largest, width),
+        [*_notes(forecast.notes, width), *_wrap(_footer(forecast), width, console, 0)],
     )
     for index, lines in enumerate(filter(None, sections)):
         if index:
@@ -49,6 +54,24 @@ def show_forecast(forecast: Forecast, console: Console) -> None:
                 console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
             else:
                 console.print(line, soft_wrap=True, highlight=False)
+
+
+def _wrap(line: Text, width: int, console: Console, indent: int = _LABEL) -> list[Text]:
+    """A labelled line on as many as it takes, the later ones indented: between facts where it lists some."""
+    if len(line) <= width:
+        return [line]
+    lines: list[Text] = []
+    for fact in line[indent:].split(" · "):
+        if lines and len(lines[-1]) + 3 + len(fact) <= width - indent - 2:
+            lines[-1].append(" · ").append_text(fact)
+        else:
+            if lines:
+                lines[-1].append(" ·")
+            lines.extend(fact.wrap(console, max(20, width - indent - 2)))
+    for part in lines:
+        part.rstrip()
+    first, *rest = lines
+    return [line[:indent].append_text(first), *(Text(" " * indent).append_text(more) for more in rest)]
 
 
 def _verdict(forecast: Forecast) -> list[Text]:
@@ -66,7 +89,7 @@ def _verdict(forecast: Forecast) -> list[Text]:
             Verdict.NO: f"{apart} too much",
         }[word]
         head.append(f"  {card.name}, after its context: {reason}")
-        if not card.measured:
+        if not card.measured and not any("never measured" in note for note in forecast.notes):
             head.append("  (never measured)", "yellow")
     figures = (
         ("allocated", forecast.allocated),
@@ -76,7 +99,7 @@ def _verdict(forecast: Forecast) -> list[Text]:
     peaks = Text(_INDENT + "peak  ", "dim").append(
         " · ".join(f"{name} {format_bytes(size)}" for name, size in figures), "not dim"
     )
-    job = Text(_INDENT, "dim").append(_job(forecast.job))
+    job = Text(_INDENT, "dim").append(job_words(forecast.job))
     return [head, peaks, *([job] if forecast.job else [])]
 
 
@@ -99,48 +122,62 @@ def _items(items: Mapping[str, int], unicode: bool) -> list[Text]:
 def _phases(phases: Sequence[PhasePeak]) -> list[Text]:
     if not phases:
         return []
-    highest = max(peak.reserved for peak in phases)
+    highest = max(peak.allocated for peak in phases)
     line = _line("phases", "", "bold")
     for index, peak in enumerate(phases):
         if index:
             line.append(" · ", "dim")
-        line.append(f"{peak.phase} {format_bytes(peak.allocated)}", "bold" if peak.reserved == highest else "not bold")
+        line.append(f"{peak.phase} {format_bytes(peak.allocated)}", "bold" if peak.allocated == highest else "not bold")
     return [line.append("  (allocated)", "dim")]
 
 
-def _culprit(culprit: Culprit) -> list[Text]:
-    line = _line("culprit", f"{format_bytes(culprit.size)} for {_op(culprit.op)}", "bold")
+def _culprit(forecast: Forecast) -> list[Text]:
+    culprit = forecast.culprit
+    line = _line("culprit", f"{format_bytes(culprit.size)} for {op_word(culprit.op)}", "bold")
     if culprit.module:
-        line.append(f" in {_module(culprit.module)}")
+        line.append(f" in {module_word(culprit.module)}")
     line.append(f", {culprit.phase}", "dim")
-    return [line, *([Text(_INDENT + culprit.line, "dim")] if culprit.line else [])]
+    more = " · ".join(filter(None, (last_straw(forecast), culprit.line)))
+    return [line, *([Text(_INDENT + more, "dim")] if more else [])]
 
 
-def _largest(largest: Sequence[LiveTensor]) -> list[Text]:
+def _largest(largest: Sequence[LiveTensor], width: int) -> list[Text]:
+    """Size, category, shape, module and op; the op gives way first where a terminal is narrow, then a module's head."""
     if not largest:
         return []
     rows = [
         (
             format_bytes(tensor.size),
-            f"× {tensor.count}" if tensor.count > 1 else "",
-            f"{_shape(tensor.shape)} {tensor.dtype}".strip(),
+            f"× {tensor.count} = {format_bytes(tensor.size * tensor.count)}" if tensor.count > 1 else "",
             str(tensor.category),
-            _op(tensor.op),
-            _module(tensor.module),
+            f"{shape_words(tensor.shape)} {dtype_word(tensor.dtype)}".strip(),
+            module_word(tensor.module),
+            op_word(tensor.op),
         )
         for tensor in largest
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    room = width - sum(widths[:4]) - 9
+    with_op = widths[4] + 2 + widths[5] <= room
     lines = [Text("largest tensors alive at the peak", "bold")]
-    for size, count, shape, category, op, module in rows:
+    for size, count, category, shape, module, op in rows:
         line = Text(f"  {size:>{widths[0]}} ")
         line.append(f"{count:<{widths[1]}}  " if widths[1] else " ")
-        line.append(f"{shape:<{widths[2]}}  ")
-        line.append(f"{category:<{widths[3]}}", _COLOURS.get(category, "bright_black"))
-        line.append(f"  {op:<{widths[4]}}  {module}".rstrip(), "dim")
+        line.append(f"{category:<{widths[2]}}  ", _COLOURS.get(category, "bright_black"))
+        line.append(f"{shape:<{widths[3]}}  ")
+        line.append(f"{module:<{widths[4]}}  {op}" if with_op else _tail(module or op, room), "dim")
         line.rstrip()
         lines.append(line)
     return lines
+
+
+def _tail(name: str, room: int) -> str:
+    """The end of a name says most: as many of its last parts as there is room for."""
+    if len(name) <= room:
+        return name
+    parts = name.split(".")
+    kept = next((end for start in range(1, len(parts)) if len(end := ".".join(parts[start:])) < room), parts[-1])
+    return f"…{kept}"
 
 
 def _notes(notes: Iterable[str], width: int) -> list[Text]:
@@ -152,7 +189,7 @@ def _notes(notes: Iterable[str], width: int) -> list[Text]:
     return lines
 
 
-def _footer(forecast: Forecast, width: int) -> list[Text]:
+def _footer(forecast: Forecast) -> Text:
     facts = []
     if forecast.total_parameters:
         share = forecast.trainable_parameters / forecast.total_parameters
@@ -165,7 +202,7 @@ def _footer(forecast: Forecast, width: int) -> list[Text]:
     if forecast.trace_s:
         facts.append(f"traced in {forecast.trace_s:.1f} s")
     facts.extend(f"{name} {version}" for name, version in forecast.versions.items())
-    return [Text(line, "dim") for line in textwrap.wrap(" · ".join(facts), width)]
+    return Text(" · ".join(facts), "dim")
 
 
 def _line(label: str, body: str, style: str) -> Text:
@@ -177,39 +214,6 @@ def _of(needed: int, line: int) -> str:
     if line < GiB:
         return f"{format_bytes(needed)} of {format_bytes(line)}"
     return f"{needed / GiB:.1f} of {line / GiB:.1f} GiB"
-
-
-def _job(job: Mapping[str, object]) -> str:
-    """The run file in one line: what decides memory, and what was pinned."""
-    words = [str(job[key]) for key in ("model", "method", "batch") if job.get(key)]
-    data, lora, pin = _inside(job, "data"), _inside(job, "lora"), _inside(job, "pin")
-    if "lora" in str(job.get("method")) and lora.get("rank"):
-        words[1:2] = [f"{job['method']} rank {lora['rank']}"]
-    if data.get("max_length"):
-        target = f" → {data['max_target_length']}" if data.get("max_target_length") else ""
-        words.append(f"≤ {data['max_length']}{target} tokens")
-    precision = job.get("precision")
-    words.append("/".join(map(str, precision.values())) if isinstance(precision, Mapping) else str(precision or ""))
-    words.append(str(_inside(job, "optimizer").get("name") or ""))
-    for key, value in pin.items():
-        if value is not None and (key, value) != ("recompute", "none"):
-            listed = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words.append(f"{key.replace('_', ' ')} {listed}")
-    return " · ".join(filter(None, words))
-
-
-def _inside(job: Mapping[str, object], key: str) -> Mapping[str, object]:
-    inner = job.get(key)
-    return inner if isinstance(inner, Mapping) else {}
-
-
-def _op(name: str) -> str:
-    return name.removesuffix(".default")
-
-
-def _module(name: str) -> str:
-    # what peft wraps a model in says nothing about where in the model one is
-    return name.removeprefix("base_model.model.")
 
 
 def _percent(share: float) -> str:
@@ -225,10 +229,6 @@ def _bar(share: float, unicode: bool) -> str:
 
 def _speaks_unicode(console: Console) -> bool:
     return console.encoding.lower().startswith("utf")
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape))
 
 
 def _count(parameters: int) -> str:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from brimful.core.forecast import Forecast, Verdict
 from brimful.core.tape import Category, Phase, Tape
+from brimful.core.units import MiB
+from brimful.report.words import dtype_word, job_words, last_straw, module_word, op_word, shape_words
 
 GIB = 2**30
 
@@ -121,8 +123,8 @@ def picture(forecast: Forecast, tape: Tape) -> dict[str, object]:
             "start": _deltas(edges[:-1]),
             "instant": [instant - start for instant, start in zip(instants, edges[:-1], strict=True)],
             "change": [_change(tape, tape.events[instant]) for instant in instants],
-            "op": [intern(a.op) for a in touched],
-            "module": [intern(a.module) for a in touched],
+            "op": [intern(op_word(a.op)) for a in touched],
+            "module": [intern(module_word(a.module)) for a in touched],
             "line": [intern(a.line) for a in touched],
         },
         "rest": [_deltas(row) for row in rest],
@@ -130,10 +132,10 @@ def picture(forecast: Forecast, tape: Tape) -> dict[str, object]:
         "tensors": {
             "size": [a.size for a in tensors],
             "category": [rank[a.category] for a in tensors],
-            "op": [intern(a.op) for a in tensors],
-            "module": [intern(a.module) for a in tensors],
-            "shape": [intern(_shape(a.shape)) for a in tensors],
-            "dtype": [intern(a.dtype) for a in tensors],
+            "op": [intern(op_word(a.op)) for a in tensors],
+            "module": [intern(module_word(a.module)) for a in tensors],
+            "shape": [intern(shape_words(a.shape, " × ")) for a in tensors],
+            "dtype": [intern(dtype_word(a.dtype)) for a in tensors],
             "line": [intern(a.line) for a in tensors],
             "born": _deltas([born[i] for i in named]),
             "freed": [freed[i] - born[i] for i in named],
@@ -284,14 +286,12 @@ def _script_json(data: object) -> str:
 
 
 def _gib(size: int) -> str:
-    """GiB; below a tenth of one, the unit in which the number can be read."""
-    if abs(size) >= GIB / 10 or not size:
+    """GiB; below one, the unit in which the number can be read."""
+    if abs(size) >= GIB or not size:
         return f"{size / GIB:,.2f} GiB"
-    return f"{size / 2**20:,.1f} MiB" if abs(size) >= 2**20 / 10 else f"{size / 2**10:,.1f} KiB"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape))
+    if abs(size) >= MiB / 10:
+        return f"{size / MiB:,.{0 if abs(size) >= 100 * MiB else 1}f} MiB"
+    return f"{size / 2**10:,.1f} KiB"
 
 
 def _title(forecast: Forecast) -> str:
@@ -299,12 +299,8 @@ def _title(forecast: Forecast) -> str:
 
 
 def _facts(forecast: Forecast) -> str:
-    plain = (int, float, str)
-    facts = [(k, v) for k, v in forecast.job.items() if k != "model" and isinstance(v, plain) and v not in ("", False)]
-    return "".join(
-        f"<li>{escape(k)}</li>" if v is True else f"<li><span>{escape(k)}</span> {escape(str(v))}</li>"
-        for k, v in ((k.replace("_", " "), v) for k, v in facts)
-    )
+    _, *facts = job_words(forecast.job).split(" · ")
+    return "".join(f"<li>{escape(fact)}</li>" for fact in facts)
 
 
 def _verdict(forecast: Forecast) -> str:
@@ -335,11 +331,12 @@ def _numbers(forecast: Forecast) -> str:
 
 def _culprit(forecast: Forecast) -> str:
     culprit = forecast.culprit
-    module = f" in <code>{escape(culprit.module)}</code>" if culprit.module else ""
+    module = f" in <code>{escape(module_word(culprit.module))}</code>" if culprit.module else ""
     line = f" at <code>{escape(culprit.line)}</code>" if culprit.line else ""
+    straw = last_straw(forecast)
     return (
-        f"The peak is made by <code>{escape(culprit.op)}</code>{module}{line}, "
-        f"which allocates {_gib(culprit.size)} in {escape(culprit.phase.value)}."
+        f"The peak is reached in {escape(culprit.phase.value)} by <code>{escape(op_word(culprit.op))}</code>"
+        f"{module}{line}, which takes {_gib(culprit.size)}{f': {escape(straw)}' if straw else ''}."
     )
 
 
@@ -350,13 +347,19 @@ def _swatch(name: str) -> str:
 
 def _items(forecast: Forecast) -> str:
     whole = sum(forecast.items.values())
+    # under a MiB nothing decides anything
+    shown = sorted(((name, size) for name, size in forecast.items.items() if size >= MiB), key=lambda item: -item[1])
     longest = max(forecast.items.values(), default=0)
     return "".join(
         f'<tr><th scope="row">{_swatch(name)}{escape(name)}</th><td class="n">{_gib(size)}</td>'
-        f'<td class="n">{size / whole if whole else 0:.1%}</td>'
+        f'<td class="n">{_percent(size / whole)}</td>'
         f'<td class="bar"><i style="width:{100 * max(size, 0) / longest if longest else 0:.1f}%"></i></td></tr>'
-        for name, size in forecast.items.items()
+        for name, size in shown
     )
+
+
+def _percent(share: float) -> str:
+    return "< 0.1%" if share < 0.0005 else f"{share:.1%}"
 
 
 def _phases(forecast: Forecast) -> str:
@@ -370,9 +373,10 @@ def _phases(forecast: Forecast) -> str:
 def _largest(forecast: Forecast) -> str:
     return "".join(
         f'<tr><td class="n">{_gib(tensor.size)}</td><td class="n">{tensor.count:,}</td>'
+        f'<td class="n">{_gib(tensor.size * tensor.count)}</td>'
         f"<td>{_swatch(tensor.category.value)}{escape(tensor.category.value)}</td>"
-        f"<td><code>{escape(tensor.op)}</code></td><td><code>{escape(tensor.module)}</code></td>"
-        f"<td>{escape(_shape(tensor.shape))} <small>{escape(tensor.dtype)}</small></td></tr>"
+        f"<td><code>{escape(op_word(tensor.op))}</code></td><td><code>{escape(module_word(tensor.module))}</code></td>"
+        f"<td>{escape(shape_words(tensor.shape, ' × '))} <small>{escape(dtype_word(tensor.dtype))}</small></td></tr>"
         for tensor in forecast.largest
     )
 

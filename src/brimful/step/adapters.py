@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from brimful.core.errors import ModelError, UsageError
+from brimful.core.nearest import nearest
 from brimful.core.precision import Precision
 from brimful.core.runfile import Lora
 from brimful.step.model import TrainModel
@@ -20,7 +21,13 @@ def adapt(model: TrainModel, method: str, lora: Lora, precision: Precision) -> T
     if method == "qlora":
         if lora.variant == "dora":
             raise UsageError("DoRA needs the base weights whole", hint="use variant: lora or rslora with qlora")
-        replace_linears(model.module)
+        # transformers leaves these in floating point too: T5 casts activations to the type of its `wo`
+        whole = getattr(model.module, "_keep_in_fp32_modules", None) or ()
+        own_head = () if model.source.custom is None else ("head",)
+        if not replace_linears(model.module, ("lm_head", "embed_out", "score", "classifier", *own_head, *whole)):
+            raise UsageError(
+                f"{model.source.name} has no linear layers that can be kept in nf4", hint="use method: lora or full"
+            )
     return replace(model, module=_wrap(model, lora, precision))
 
 
@@ -49,6 +56,13 @@ def default_targets(module: nn.Module) -> list[str]:
 def _wrap(model: TrainModel, lora: Lora, precision: Precision) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    names = {part for name, _ in model.module.named_modules() for part in (name, name.rpartition(".")[2])}
+    for wanted in lora.save_modules:
+        if wanted not in names:
+            raise UsageError(
+                f"lora.save_modules: {wanted!r} is no module of this model",
+                hint=f"did you mean {', '.join(likely)}?" if (likely := nearest(wanted, names, 3)) else None,
+            )
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets or default_targets(model.module))
     config = LoraConfig(
         r=lora.rank,
@@ -58,6 +72,7 @@ def _wrap(model: TrainModel, lora: Lora, precision: Precision) -> nn.Module:
         modules_to_save=list(lora.save_modules) or None,
         use_rslora=lora.variant == "rslora",
         use_dora=lora.variant == "dora",
+        fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in model.module.modules()),  # GPT-2's linears
     )
     try:
         with torch.device("meta"):
@@ -67,8 +82,8 @@ def _wrap(model: TrainModel, lora: Lora, precision: Precision) -> nn.Module:
             raise
         names = ", ".join(linear_names(model.module))
         raise UsageError(f"LoRA targets {targets} match nothing in this model", hint=f"there are {names}") from error
-    for part in module.modules():
+    for place, part in module.named_modules():
         for name, p in part._parameters.items():
-            if p is not None and p.requires_grad:
+            if p is not None and p.requires_grad and ".modules_to_save." not in f"{place}.":
                 part._parameters[name] = nn.Parameter(p.detach().to(dtype(precision.adapter)))
     return module

@@ -10,13 +10,14 @@ from brimful.core.errors import ModelError, UsageError
 from brimful.core.runfile import RunFile
 from brimful.step import dropout
 from brimful.step.adapters import adapt
+from brimful.step.attention import KERNELS, Demand, can_express, can_run_unpadded
 from brimful.step.batch import MicroBatch, Row, make_batch
 from brimful.step.model import TrainModel, build, materialise
 from brimful.step.optimizer import build_optimizer
 from brimful.step.recompute import Recomputation, which_layers
 from brimful.step.source import ModelSource, find_source
 from brimful.step.step import LossChoice, Observer, TrainStep
-from brimful.step.target import Target
+from brimful.step.target import Target, dtype
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,12 @@ def slicing(run: RunFile) -> Slicing:
 
 def shape_model(run: RunFile) -> TrainModel:
     """The model with its adapters, on the meta device."""
-    source = find_source(run.model, trust_remote_code=run.trust_remote_code)
+    source = find_source(run.model, options=dict(run.model_config or {}), trust_remote_code=run.trust_remote_code)
+    if run.model_config and source.custom is None:
+        raise UsageError(
+            f"model_config is for a module:Class of your own, {source.name} has its configuration already",
+            hint="leave model_config out, or give a folder with a config.json of your own",
+        )
     limit = source.max_positions
     if limit is not None and run.data.max_length > limit:
         raise ModelError(
@@ -55,6 +61,7 @@ def assemble(
     fill: Callable[[TrainModel], None] | None = None,
 ) -> TrainStep:
     """The step that the run file describes, with its model's memory on the target; `fill` gives the weights values."""
+    check(run, model, target)
     materialise(model, target.tensor_device)
     if fill is not None:
         fill(model)
@@ -75,6 +82,50 @@ def assemble(
     )
 
 
+def check(run: RunFile, model: TrainModel, target: Target) -> None:
+    """Refuse what the run file pins and this model on this target cannot do, before any memory is taken."""
+    source, kernel = model.source, run.pin.attention
+    LossChoice(run.pin.loss or "plain").check(model)
+    demand = attention_demand(run, model)
+    if kernel is not None and kernel not in KERNELS:
+        raise UsageError(f"pin.attention: {kernel!r} is not known", hint=f"use one of {', '.join(KERNELS)}")
+    if kernel is not None and source.custom is None and not can_express(kernel, demand, target):
+        raise UsageError(
+            f"the {kernel} kernel cannot do the attention of {source.name} in {run.precision.compute} on this device",
+            hint="leave pin.attention out",
+        )
+    if padded(run):
+        return
+    if source.custom is not None:
+        if not getattr(model.base, "supports_unpadded", False):
+            raise UsageError(
+                f"{source.name} does not say that it keeps rows apart that lie end to end",
+                hint="use layout: padded, or make its attention heed row_starts and set supports_unpadded = True",
+            )
+    elif source.encoder_decoder:
+        raise UsageError("an encoder-decoder with relative positions has no unpadded kernel", hint="use layout: padded")
+    elif kernel != "exact" and not can_run_unpadded(demand, target):
+        what = "soft-capped attention" if demand.softcap else "attention with sinks" if demand.sinks else "attention"
+        raise UsageError(
+            f"no kernel with row boundaries can do the {what} of {source.name} in {run.precision.compute} on this device",
+            hint="use layout: padded",
+        )
+
+
+def attention_demand(run: RunFile, model: TrainModel) -> Demand:
+    """What the model's attention asks of a kernel, seen from its configuration."""
+    config = model.source.config
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    return Demand(
+        head_size=size or (getattr(config, "hidden_size", None) or 64) // heads,
+        dtype=dtype(run.precision.compute),
+        bias=model.source.encoder_decoder,
+        softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        sinks=any(name.endswith(".sinks") for name, _ in model.module.named_parameters()),
+    )
+
+
 def attention_dropout(source: ModelSource) -> float:
     """Dropout on attention probabilities, which a fused kernel draws from the device's generator."""
     names = ("attention_dropout", "attn_pdrop", "dropout_rate")
@@ -90,7 +141,8 @@ def full_rows(run: RunFile, source: ModelSource, count: int, first: int = 0) -> 
     """Rows as long as the run allows: the worst that can occur."""
     length = run.data.max_length
     target_length = (run.data.max_target_length or length) if source.encoder_decoder else length
-    vocabulary = 1000
+    known = source.options.get("vocab_size") or getattr(source.config, "vocab_size", None)
+    vocabulary = min(1000, known or 1000)
     return [
         Row(first + i, [t % vocabulary for t in range(length)], [t % vocabulary for t in range(target_length)])
         for i in range(count)
@@ -102,6 +154,7 @@ def batch_of(run: RunFile, source: ModelSource, rows: list[Row], step: int = 0) 
     if source.encoder_decoder and not padded(run):
         raise UsageError("an encoder-decoder with relative positions has no unpadded kernel", hint="use layout: padded")
     start = getattr(source.config, "decoder_start_token_id", 0) or 0
+    pad = (getattr(source.config, "pad_token_id", 0) or 0) if source.encoder_decoder else 0
     return make_batch(
         rows,
         padded=padded(run),
@@ -109,6 +162,7 @@ def batch_of(run: RunFile, source: ModelSource, rows: list[Row], step: int = 0) 
         step=step,
         encoder_decoder=source.encoder_decoder,
         decoder_start=start,
+        pad=pad,
         multiple=8 if source.encoder_decoder else 1,
     )
 
@@ -127,6 +181,7 @@ def random_weights(model: TrainModel, seed: int = 0) -> None:
     device = next(model.module.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
+        _fill_buffers(model)  # first: a family fills the weights beside its buffers too
         for name, p in model.module.named_parameters():
             if not p.is_floating_point():
                 p.random_(0, 256, generator=generator)
@@ -134,13 +189,18 @@ def random_weights(model: TrainModel, seed: int = 0) -> None:
                 p.fill_(1.0 if "norm" in name.lower() or "ln" in name else 0.0)
             else:
                 p.normal_(0.0, 0.02, generator=generator)
-        for part in model.module.modules():
-            _fill_buffers(part, model)
 
 
-def _fill_buffers(part: torch.nn.Module, model: TrainModel) -> None:
+def _fill_buffers(model: TrainModel) -> None:
+    """Buffers are computed when a model is built, and so were lost on the meta device."""
     initialise = getattr(model.base, "_init_weights", None)
-    if "RotaryEmbedding" in type(part).__name__ and initialise is not None:
-        initialise(part)
-    elif hasattr(part, "fill_description"):
-        part.fill_description()
+    for part in model.module.modules():
+        if hasattr(part, "fill_description"):
+            part.fill_description()
+        elif initialise is not None and any(buffer is not None for buffer in part._buffers.values()):
+            initialise(part)
+    if model.source.custom is not None and any(True for _ in model.base.buffers()):
+        there = dict(model.base.named_buffers())
+        for name, buffer in model.source.custom(**model.source.options).named_buffers():
+            if name in there:
+                there[name].copy_(buffer)

@@ -30,22 +30,25 @@ class Demand:
     sinks: bool = False
 
 
+KERNELS = ("flash", "efficient", "exact")
+
+
+def can_express(kernel: str, demand: Demand, target: Target) -> bool:
+    """Whether a kernel computes what the demand says, on the target."""
+    if kernel == "exact":
+        return True
+    if not target.on_cuda or demand.softcap or demand.sinks:
+        return False
+    ampere = target.capability >= (8, 0)
+    if kernel == "flash":
+        half = demand.dtype in (torch.float16, torch.bfloat16)
+        return half and ampere and demand.head_size <= 256 and demand.head_size % 8 == 0 and not demand.bias
+    return demand.dtype in (torch.float16, torch.float32) or (demand.dtype == torch.bfloat16 and ampere)
+
+
 def choose_kernel(demand: Demand, target: Target) -> str:
     """`flash`, `efficient` or `exact`: the fastest that can express the demand on the target."""
-    if not target.on_cuda or demand.softcap or demand.sinks:
-        return "exact"
-    half = demand.dtype in (torch.float16, torch.bfloat16)
-    if (
-        half
-        and target.capability >= (8, 0)
-        and demand.head_size <= 256
-        and demand.head_size % 8 == 0
-        and not demand.bias
-    ):
-        return "flash"
-    if demand.dtype == torch.bfloat16 and target.capability < (8, 0):
-        return "exact"
-    return "efficient" if demand.dtype != torch.float64 else "exact"
+    return next(kernel for kernel in KERNELS if can_express(kernel, demand, target))
 
 
 def can_run_unpadded(demand: Demand, target: Target) -> bool:
@@ -94,7 +97,7 @@ def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
     return heads[:, :, None].expand(batch, count, groups, length, size).reshape(batch, count * groups, length, size)
 
 
-def _exact(query, key, value, *, causal, scale, dropout, window, bias, softcap, keys, module_id):
+def _exact(query, key, value, *, causal, scale, dropout, window, bias, softcap, sinks, keys, module_id):
     """Plain tensor operations over one dense block of rows; dropout is keyed by row, head and positions."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -112,7 +115,11 @@ def _exact(query, key, value, *, causal, scale, dropout, window, bias, softcap, 
             hidden = hidden | (columns <= rows - window)
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     upcast = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is not None:  # a logit for each head that takes its share of the probability and gives no value
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     probabilities = functional.softmax(scores, dim=-1, dtype=upcast).to(query.dtype)
+    if sinks is not None:
+        probabilities = probabilities[..., :-1]
     if dropout:
         positions = torch.arange(key.shape[2], device=query.device).expand(query.shape[0], -1)
         probabilities = keyed_dropout_scores(probabilities, keys, positions, module_id, dropout)
@@ -134,6 +141,8 @@ def _bias(role: str, position_bias, padding, dtype):
     """The additive bias of T5: relative positions, and minus infinity where the encoder's rows are padded."""
     if role == "cross":
         position_bias = None  # transformers passes zeros there
+    if position_bias is not None:
+        position_bias = position_bias.to(dtype)
     if padding is None or role == "decoder":
         return position_bias
     mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
@@ -165,7 +174,7 @@ def attend(
     if kernel == "efficient":
         return _efficient(query, key, value, layout, bias=bias, **options), None
     keys = batch.decoder_keys if batch.decoder_keys is not None and role != "encoder" else batch.keys
-    options |= {"bias": bias, "softcap": softcap, "module_id": getattr(module, "dropout_id", 0)}
+    options |= {"bias": bias, "softcap": softcap, "sinks": s_aux, "module_id": getattr(module, "dropout_id", 0)}
     if layout.padded:
         return _exact(query, key, value, keys=keys.view(query.shape[0], -1), **options), None
     return _exact_rows(query, key, value, layout, keys, **options), None

@@ -1,6 +1,5 @@
 """The model of a step: built without memory on the meta device, then given its tensors on the target."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,9 @@ from brimful.core.precision import Precision
 from brimful.step import attention
 from brimful.step.batch import MicroBatch
 from brimful.step.dropout import module_id
-from brimful.step.source import ModelSource
+from brimful.step.placement import untied_names
+from brimful.step.shards import holds_weights, read_folder
+from brimful.step.source import ModelSource, users_line
 from brimful.step.target import dtype
 
 
@@ -78,7 +79,9 @@ def build(source: ModelSource, precision: Precision) -> TrainModel:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     family = AutoModelForSeq2SeqLM if source.encoder_decoder else AutoModelForCausalLM
-    extra = {"experts_implementation": "grouped_mm"} if _has_experts(source.config) else {}
+    # grouped_mm has no fp64; batched_mm computes the same with more memory, which only proofs on small models use
+    experts = "batched_mm" if weights == torch.float64 else "grouped_mm"
+    extra = {"experts_implementation": experts} if _has_experts(source.config) else {}
     try:
         with torch.device("meta"):
             module = family.from_config(
@@ -90,7 +93,8 @@ def build(source: ModelSource, precision: Precision) -> TrainModel:
             )
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{source.name} cannot be built: {str(error).splitlines()[0]}") from error
-    for name in source.untied:  # transformers ties them while building, whatever the published weights hold
+    # transformers ties them while building, whatever the published weights hold
+    for name in source.untied or _stored_apart(source, module):
         owner, _, last = name.rpartition(".")
         part = module.get_submodule(owner)
         setattr(part, last, nn.Parameter(getattr(part, last).detach().clone()))
@@ -101,6 +105,11 @@ def build(source: ModelSource, precision: Precision) -> TrainModel:
         scale *= config.d_model**-0.5
     _mark_attention(module, source.encoder_decoder)
     return TrainModel(module, source, _layers(module), getattr(config, "final_logit_softcapping", None), scale)
+
+
+def _stored_apart(source: ModelSource, module: nn.Module) -> tuple[str, ...]:
+    """Names of tied weights for which the source's files hold values of their own."""
+    return untied_names(read_folder(source.folder), module) if holds_weights(source.folder) else ()
 
 
 def _has_experts(config: Any) -> bool:
@@ -115,11 +124,19 @@ def _build_custom(source: ModelSource, weights: torch.dtype) -> TrainModel:
     try:
         with torch.device("meta"):
             module = source.custom(**source.options)
-    except Exception as error:
-        line = _own_line(error, source.custom)
-        raise ModelError(f"{source.name} failed to build{line}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the user's code may raise anything
+        what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise ModelError(
+            f"{source.name} failed to build{users_line(error)}: {what}",
+            hint="it is called as Class(**model_config), on torch's meta device, where tensors have shapes but no values",
+        ) from error
     finally:
         torch.set_default_dtype(previous)
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{source.name} makes a {type(module).__name__}, not a torch.nn.Module",
+            hint="a custom model is a subclass of torch.nn.Module",
+        )
     layers = getattr(module, "layers", None)
     if not isinstance(layers, Iterable):
         raise ModelError(f"{source.name} has no attribute `layers`", hint="a custom model lists its layers there")
@@ -129,20 +146,13 @@ def _build_custom(source: ModelSource, weights: torch.dtype) -> TrainModel:
     return TrainModel(module, source, tuple(layers))
 
 
-def _own_line(error: BaseException, owner: type) -> str:
-    """Where in the user's own file an error arose."""
-    file = inspect.getsourcefile(owner)
-    trace, line = error.__traceback__, ""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = f" at {file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
-
-
 def _layers(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The repeated layers, in order: the members of every longest list of modules (an encoder-decoder has two)."""
-    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    """The repeated layers, in order: the members of every longest list of modules (an encoder-decoder has two).
+
+    A list inside a layer (T5 keeps a layer's parts in one) is no list of layers, however long it is.
+    """
+    found = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [m for name, m in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
     if not lists:
         return ()
     widest = max(len(m) for m in lists)

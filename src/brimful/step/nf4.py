@@ -9,7 +9,7 @@ forward and again in backward; only the packed form is saved. The two halves of 
 the fp32 scales between them (4 bytes per 64 numbers) are a temporary that a trace has to see.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,9 @@ from brimful.core.errors import MissingPackage
 BLOCK = 64
 NESTED_BLOCK = 256
 # Blocks quantised at a time on a CPU: bounds the fp32 and index temporaries of a large weight.
-_BLOCKS_AT_ONCE = 1 << 16
+_BLOCKS_AT_ONCE = 1 << 14
+# Up to so many bounds, comparing with each is faster than a binary search.
+_MOST_COMPARED = 32
 
 # Quantiles of the normal distribution, from the QLoRA paper's appendix; code 7 is zero.
 NF4 = (
@@ -238,7 +240,8 @@ def _bitsandbytes() -> Any:
 def quantize(weight: Tensor, bias: Tensor | None = None) -> NF4Linear:
     """An NF4Linear of a weight [out, in], on its device; a weight without data (meta, fake) gives shapes only."""
     empty = weight.is_meta or isinstance(weight, torch._subclasses.FakeTensor)
-    layer = NF4Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device if empty else "meta")
+    made_on = "meta" if weight.is_cuda and not empty else weight.device  # bitsandbytes makes its own tensors
+    layer = NF4Linear(weight.shape[1], weight.shape[0], bias=False, device=made_on)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
     if empty:
@@ -246,7 +249,7 @@ def quantize(weight: Tensor, bias: Tensor | None = None) -> NF4Linear:
     if weight.is_cuda:
         _fill_with_bitsandbytes(layer, weight.detach())
     else:
-        _fill(layer, weight.detach())
+        fill_from(layer, [weight.detach().reshape(-1)])
     return layer
 
 
@@ -260,30 +263,59 @@ def _fill_with_bitsandbytes(layer: NF4Linear, weight: Tensor) -> None:
     layer.code, layer.offset = state.code, state.offset
 
 
-def _fill(layer: NF4Linear, weight: Tensor) -> None:
+def fill_from(layer: NF4Linear, pieces: Iterable[Tensor]) -> None:
+    """Quantise a weight that arrives in pieces on the host into the layer's own tensors, on whichever device they are.
+
+    A piece is flat; all but the last hold whole blocks. A piece may be overwritten once the next is asked for.
+    """
     code, nested_code = torch.tensor(NF4), torch.tensor(_dynamic_code())
-    numbers = weight.reshape(-1)
-    codes, scales = [], []
-    for start in range(0, numbers.numel(), _BLOCKS_AT_ONCE * BLOCK):
-        part = numbers[start : start + _BLOCKS_AT_ONCE * BLOCK].float()
-        part_codes, part_scales = _nearest(part, code, BLOCK)
-        codes.append(functional.pad(part_codes, (0, part.numel() % 2)).view(-1, 2))
-        scales.append(part_scales)
-    pairs, absmax = torch.cat(codes), torch.cat(scales)
+    packed, absmax = layer.weight.detach().view(-1), torch.empty(layer.absmax.numel())
+    place = 0
+    for piece in pieces:
+        for start in range(0, piece.numel(), _BLOCKS_AT_ONCE * BLOCK):
+            part = piece[start : start + _BLOCKS_AT_ONCE * BLOCK].float()
+            codes, scales = _nearest(part, code, BLOCK)
+            pairs = functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+            packed[place // 2 : place // 2 + pairs.shape[0]].copy_((pairs[:, 0] << 4) | pairs[:, 1])
+            absmax[place // BLOCK : place // BLOCK + scales.numel()] = scales
+            place += part.numel()
     offset = absmax.mean()
-    layer.absmax, layer.nested_absmax = _nearest(absmax - offset, nested_code, NESTED_BLOCK)
-    layer.code, layer.nested_code, layer.offset = code, nested_code, offset
-    layer.weight = nn.Parameter(((pairs[:, 0] << 4) | pairs[:, 1]).unsqueeze(1), requires_grad=False)
+    bytes_, nested = _nearest(absmax.sub_(offset), nested_code, NESTED_BLOCK)
+    for target, value in (
+        (layer.absmax, bytes_),
+        (layer.nested_absmax, nested),
+        (layer.nested_code, nested_code),
+        (layer.code, code),
+        (layer.offset, offset),
+    ):
+        target.copy_(value)
+
+
+def working_set(numbers: int) -> int:
+    """Host bytes that `fill_from` holds at most for a weight of so many numbers, besides what it is given and fills.
+
+    For the numbers in work: two fp32 values each, their code, a comparison and the packed halves. In the end, for all
+    scales: two fp32 values, an int32 code and its byte.
+    """
+    scales = -(-numbers // BLOCK)
+    return max(4 * scales + 11 * min(numbers, _BLOCKS_AT_ONCE * BLOCK), 13 * scales)
 
 
 def _nearest(numbers: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """For every number the index (uint8) of the nearest code times its block's largest magnitude; those magnitudes."""
     count = numbers.numel()
-    blocks = functional.pad(numbers, (0, -count % block)).view(-1, block)
+    blocks = (functional.pad(numbers, (0, -count % block)) if count % block else numbers).view(-1, block)
     absmax = blocks.abs().amax(1)
     scaled = (blocks * (1.0 / absmax.clamp_min(1e-38)).unsqueeze(1)).clamp_(-1, 1)
-    nearest = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True)
-    return nearest.to(torch.uint8).view(-1)[:count], absmax
+    bounds = (code[:-1] + code[1:]) / 2
+    if len(bounds) > _MOST_COMPARED:
+        return torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8).view(-1)[:count], absmax
+    nearest = torch.zeros(scaled.shape, dtype=torch.uint8)
+    above = torch.empty(scaled.shape, dtype=torch.bool)
+    for bound in bounds.tolist():
+        torch.gt(scaled, bound, out=above)
+        nearest.add_(above.view(torch.uint8))
+    return nearest.view(-1)[:count], absmax
 
 
 def replace_linears(model: nn.Module, skip: Sequence[str] = ("lm_head", "embed_out", "score", "classifier")) -> int:

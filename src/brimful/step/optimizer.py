@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brimful.core.errors import MissingPackage
+from brimful.core.errors import MissingPackage, UsageError
 from brimful.core.runfile import Group, Optimizer
 from brimful.step.target import Target
 
@@ -43,6 +43,12 @@ def parameter_groups(
     for name, parameter in parameters.items():
         place = next((i for i, group in enumerate(groups) if fnmatch(name, group.match)), len(groups))
         members[place].append(parameter)
+    for group, matched in zip(groups, members, strict=False):
+        if not matched:
+            raise UsageError(
+                f"groups: {group.match!r} matches no weight that is trained and in no group before it",
+                hint=f"such as {next(iter(parameters), 'none')}; * stands for anything",
+            )
     rates = [_rate(group.learning_rate, spec.learning_rate) for group in groups]
     sorted_groups = [{"params": m, "lr": rate} for m, rate in zip(members, rates, strict=False) if m]
     return [*sorted_groups, {"params": members[-1]}] if members[-1] else sorted_groups

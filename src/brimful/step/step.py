@@ -64,6 +64,20 @@ class LossChoice:
     name: str
     chunk: int | None = None
 
+    def check(self, model: TrainModel) -> None:
+        """Refuse a loss that multiplies by the head's weight itself, where the head is more than that weight."""
+        if self.name == "plain" or type(model.head) is nn.Linear:
+            return
+        if model.head is None:
+            raise UsageError(
+                f"{model.source.name} returns logits, which a {self.name} loss never makes",
+                hint="use loss: plain, or return hidden states and give the model an attribute `head`",
+            )
+        raise UsageError(
+            f"a {self.name} loss would bypass what {type(model.head).__name__} adds to the head of {model.source.name}",
+            hint="use loss: plain, or leave the head out of lora.targets",
+        )
+
 
 class TrainStep:
     """One optimizer update, in slices. What may change between two micro-batches is `recompute` and `loss`."""
@@ -113,7 +127,7 @@ class TrainStep:
 
     def run(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """All slices of one step and the update; returns the sum of the token losses, on the device."""
-        targets = sum(batch.target_count for batch in batches)
+        targets = max(1, sum(batch.target_count for batch in batches))  # a step without targets changes no weight
         losses = [self.accumulate(batch, targets) for batch in batches]
         self.update()
         return torch.stack(losses).sum()
@@ -146,11 +160,10 @@ class TrainStep:
         return total
 
     def _sum_of_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.loss.check(self.model)
         head, model = self.model.head, self.model
         if self.loss.name == "plain" or head is None:
-            if head is None and self.loss.name != "plain":
-                raise UsageError(f"{model.source.name} returns logits", hint="without a head only loss: plain works")
-            return plain(hidden, head, labels, softcap=model.softcap, scale=model.scale)
+            return plain(hidden, head or _already_logits, labels, softcap=model.softcap, scale=model.scale)
         if self.precision.autocast:
             hidden = hidden.to(dtype(self.precision.compute))
         chunk = self.loss.chunk or default_chunk(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
@@ -163,10 +176,11 @@ class TrainStep:
         """Clip, let the optimizer update once, and forget the gradients."""
         if self.wide is not None:
             self.wide.hand_over(self.masters)
-        elif self.masters is not None:
+        if self.masters is not None:
             for parameter, master in self.masters.items():
-                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-                parameter.grad = None
+                if parameter.grad is not None:
+                    master.grad = parameter.grad.to(master.dtype)
+                    parameter.grad = None
         updated = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         overflow = None
         with self.observer.section(Section.CLIP):
@@ -197,6 +211,11 @@ class TrainStep:
                 return self._loss_of(batch)
         finally:
             self.model.module.train()
+
+
+def _already_logits(hidden: torch.Tensor) -> torch.Tensor:
+    """The head of a custom model that returns logits itself."""
+    return hidden
 
 
 def _bits(kind: torch.dtype) -> int:
