@@ -1,10 +1,10 @@
-"""Host RAM of loading, forecast and measured, on folders written for it (4.5 GB in a temporary folder, about a minute).
+"""Host RAM of loading, forecast and measured, on folders written for it (4 GB in a temporary folder, a few minutes).
 
 python benchmarks/forecast/host_ram.py --out benchmarks/forecast/results/host_ram.json
 
-Each forecast and each load has a process of its own, so that none sees what another left behind. Two targets: the CPU,
-whose memory the model itself takes, and a stand-in for a GPU, whose tensors take none (they stay on the meta device), so
-that what is left is what loading needs on the host. The GPU's own share of host RAM (`driver`) is in neither column.
+Each forecast and each load has a process of its own, so that none sees what another left. Two targets: the CPU,
+whose memory the model itself takes, and a stand-in for a GPU, whose tensors take none (they stay on the meta device),
+so that what is left is what loading needs on the host. The GPU's own share of host RAM (`driver`) is in neither column.
 """
 
 import argparse

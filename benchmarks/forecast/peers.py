@@ -27,8 +27,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PACKAGES = {
     "accelerate": ("accelerate",),
-    "deepspeed-zero2": ("deepspeed",),
-    "deepspeed-zero3": ("deepspeed",),
+    "deepspeed": ("deepspeed",),
     "memtracker": ("torch", "peft"),
     "fitcheck": ("fitcheck-llm",),
 }
@@ -36,18 +35,17 @@ SHARED_PACKAGES = ("transformers", "torch")
 ASSUMES = {
     "accelerate": "the column 'Training using Adam' of `accelerate estimate-memory`: all weights train, batch size 1 "
     "(docstring of estimate_training_usage), no activations, AutoModel without the head",
-    "deepspeed-zero2": "one GPU, no offload: weights, gradients and Adam's states in mixed precision; its page 'Memory "
-    "Requirements' says that activations and temporary memory come on top",
-    "deepspeed-zero3": "as deepspeed-zero2, with the largest layer gathered",
+    "deepspeed": "ZeRO-2 (`zero3`: ZeRO-3) on one GPU, no offload: weights, gradients and Adam's states in mixed "
+    "precision; its page 'Memory Requirements' says that activations and temporary memory come on top",
     "memtracker": "peak of MemTracker over two steps of the plain Hugging Face model on fake CPU tensors (a CPU-only "
     "torch cannot run fake CUDA tensors); allocated bytes, no allocator, library workspace or context",
-    "fitcheck": "memory_mib.total of `fitcheck MODEL --gpu h200 --json`: what the process takes, with 500 MiB of context "
-    "and 5 % for fragmentation; `tensors` leaves these two out",
+    "fitcheck": "memory_mib.total of `fitcheck MODEL --gpu h200 --json`: what the process takes, with 500 MiB of "
+    "context and 5 % for fragmentation; `tensors` leaves these two out",
 }
 Given = dict[str, Any]
 
 
-class Cannot(Exception):
+class Cannot(Exception):  # noqa: N818 - an answer, not a mistake
     """Why a tool has no answer to a row."""
 
 
@@ -151,10 +149,6 @@ def for_fitcheck(run: Any, model: Given) -> Given:
     return {**model, "flags": [str(f) for f in flags + optimizers[run.optimizer.name]], "targets": targets}
 
 
-def note_for_fitcheck(run: Any) -> str | None:
-    return None if run.pin.loss in (None, "plain") else f"no {run.pin.loss} loss: all logits are counted"
-
-
 def for_memtracker(run: Any, model: Given) -> Given:
     precision = run.precision
     if run.method == "qlora":
@@ -201,18 +195,27 @@ def for_memtracker(run: Any, model: Given) -> Given:
 
 GIVES = {
     "accelerate": for_accelerate,
-    "deepspeed-zero2": for_deepspeed,
-    "deepspeed-zero3": for_deepspeed,
+    "deepspeed": for_deepspeed,
     "fitcheck": for_fitcheck,
     "memtracker": for_memtracker,
 }
+
+
+def note_on(tool: str, run: Any, config: Given) -> str | None:
+    """What the tool leaves out of this row though it answers."""
+    if tool == "fitcheck" and run.pin.loss in ("fused", "chunked"):
+        return f"no {run.pin.loss} loss: all logits are counted"
+    dropout = any(config.get(name) for name in ("attention_dropout", "attn_pdrop", "dropout_rate"))
+    if tool == "memtracker" and (dropout or config.get("is_encoder_decoder")):
+        return "traced on a CPU, where attention with dropout or a learned bias keeps its scores"
+    return None
 
 
 # The tools, each in its own process ---------------------------------------------------------------------------------
 
 
 def ask_accelerate(given: Given) -> Given:
-    """accelerate.commands.estimate.gather_data, which is the command without its table; its look at the hub replaced."""
+    """accelerate.commands.estimate.gather_data, the command without its table; its look at the hub is replaced."""
     from accelerate.commands import estimate
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["PEERS_SCRATCH"]))
@@ -224,24 +227,22 @@ def ask_accelerate(given: Given) -> Given:
     return {"bytes": int(max(training.values()))}  # what estimate_command prints
 
 
-def ask_deepspeed(given: Given, stage: int) -> Given:
-    """The last line that estimate_zero{2,3}_model_states_mem_needs_all_cold prints (all offload options none), in bytes.
+def ask_deepspeed(given: Given) -> Given:
+    """What estimate_zero2_model_states_mem_needs_all_cold and its ZeRO-3 twin print for no offload at all, in bytes.
 
     The `live` variants do the same on a model in memory: they tell parameters apart by their address, which a model on
-    the meta device does not have, so its two counts are made here as memory.rst does.
+    the meta device does not have, so the two counts are made here as memory.rst makes them.
     """
-    model = meta_model(given)
-    parameters = {id(p): p.numel() for p in model.parameters()}
-    total = sum(parameters.values())
-    one_gpu = {"num_gpus_per_node": 1, "num_nodes": 1, "cpu_offload": False}
-    if stage == 2:
-        from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-        return {"bytes": estimate_zero2_model_states_mem_needs(total, **one_gpu)[1]}
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
+    model = meta_model(given)
+    total = sum({id(p): p.numel() for p in model.parameters()}.values())
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    return {"bytes": estimate_zero3_model_states_mem_needs(total, largest, cpu_offload_params=False, **one_gpu)[1]}
+    one_gpu = {"num_gpus_per_node": 1, "num_nodes": 1, "cpu_offload": False}
+    zero2 = estimate_zero2_model_states_mem_needs(total, **one_gpu)[1]
+    zero3 = estimate_zero3_model_states_mem_needs(total, largest, cpu_offload_params=False, **one_gpu)[1]
+    return {"bytes": zero2, "zero3": zero3}
 
 
 def ask_fitcheck(given: Given) -> Given:
@@ -269,7 +270,7 @@ def ask_fitcheck(given: Given) -> Given:
         with contextlib.redirect_stdout(printed):
             cli.main([given["name"], *flags], standalone_mode=False)
     except click.ClickException as error:
-        raise Cannot(error.format_message().split(". ")[0].replace("\n", " ")) from error
+        raise Cannot(error.format_message().split(". ")[0].replace("\n", " ")[:200]) from error
     found = json.loads(printed.getvalue())["memory_mib"]
     mib = 1 << 20
     return {"bytes": round(found["total"] * mib), "tensors": round((found["total"] - found["overhead"]) * mib)}
@@ -341,10 +342,11 @@ def plain_model(given: Given, dtype: Any, **options: Any) -> Any:
 
 def trained_model(given: Given) -> Any:
     """The model as its user would train it: adapters by peft, recomputation by transformers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     from brimful.step.adapters import default_targets
     from brimful.step.recompute import which_layers
     from brimful.step.target import dtype
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     options = {"attn_implementation": given["attention"]} if given["attention"] else {}
     model = plain_model(given, dtype(given["weights"]), **options)
@@ -385,6 +387,7 @@ def build_optimizer(learning: list, given: Given) -> Any:
 def loss_of(model: Any, ids: Any, labels: Any, given: Given) -> Any:
     """The model's own loss; a chunked one is brimful's, because transformers has none."""
     import torch
+
     from brimful.step.target import dtype
 
     compute = dtype(given["compute"])
@@ -402,8 +405,7 @@ def loss_of(model: Any, ids: Any, labels: Any, given: Given) -> Any:
 
 ASKS = {
     "accelerate": ask_accelerate,
-    "deepspeed-zero2": lambda given: ask_deepspeed(given, 2),
-    "deepspeed-zero3": lambda given: ask_deepspeed(given, 3),
+    "deepspeed": ask_deepspeed,
     "fitcheck": ask_fitcheck,
     "memtracker": ask_memtracker,
 }
@@ -454,7 +456,7 @@ def question(tool: str, row: dict) -> tuple[Given | None, Given]:
         given = GIVES[tool](run, model)
     except Cannot as why:
         return None, {"cannot": str(why)}
-    note = note_for_fitcheck(run) if tool == "fitcheck" else None
+    note = note_on(tool, run, model["config"])
     return given, {"note": note} if note else {}
 
 
@@ -463,9 +465,9 @@ def shown(given: Given) -> Given:
     return {k: v for k, v in given.items() if k not in ("config", "untied", "parameters")}
 
 
-def cost(item: tuple[str, Given]) -> float:
+def cost(given: Given) -> float:
     """Operations of a trace, roughly; cheap rows first, so that a budget answers as many as it can."""
-    config, given = item[1]["config"], item[1]
+    config = given["config"]
     layers = next((config[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if k in config), 32)
     return layers * given["slices"] * (2 if config.get("is_encoder_decoder") else 1)
 
@@ -500,13 +502,13 @@ def run(args: argparse.Namespace) -> None:
             old = found.get(name, {}).get(tool, {})
             if given is None:
                 keep(name, tool, beginning)
-            elif tool in same and old.get("given") == shown(given) and "not_run" not in old:
+                continue
+            if tool in same and old.get("given") == shown(given) and "not_run" not in old:
                 known[tool + json.dumps(given)] = {k: v for k, v in old.items() if k not in ("given", "note")}
-            else:
-                open_questions.append((name, given, beginning))
+            open_questions.append((name, given, beginning))
         heavy = tool == "memtracker"
         if heavy:
-            open_questions.sort(key=cost)
+            open_questions.sort(key=lambda asked: cost(asked[1]))
         started, limit_s = time.monotonic(), args.memtracker_row_s if heavy else args.row_s
         for name, given, beginning in open_questions:
             key = tool + json.dumps(given)

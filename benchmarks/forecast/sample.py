@@ -16,6 +16,7 @@ import yaml
 from brimful.catalog.models import get_model, model_names
 from brimful.core.errors import BrimfulError
 from brimful.core.runfile import from_mapping
+from brimful.step.assemble import shape_model
 
 LARGEST = {"full": 3.5e9, "scratch": 3.5e9, "lora": 33e9, "qlora": 33e9}
 NO_UNPADDED = ("t5", "gemma2")  # a bias or a softcap that no unpadded kernel knows
@@ -89,7 +90,7 @@ def heldout(seed: int, count: int) -> dict[str, dict[str, Any]]:
         if row is None:
             continue
         try:
-            from_mapping(row)
+            shape_model(from_mapping(row))
         except BrimfulError:
             continue
         rows[f"{len(rows):02d}-{row['model']}-{row['method']}"] = row

@@ -30,6 +30,7 @@ _DECODER = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _GEMMA = {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
@@ -44,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite": _DECODER | {"logits_scaling": 4.0},
     "cohere": _DECODER | {"logit_scale": 0.25},
     "qwen3_moe": _DECODER | _EXPERTS | {"head_dim": 8, "decoder_sparse_step": 1},
-    "gpt_oss": _DECODER | _EXPERTS | {"head_dim": 8, "sliding_window": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_oss": _DECODER | _EXPERTS | {"head_dim": 8, "sliding_window": 4, "rope_parameters": _ROPE},
     "t5": {
         "vocab_size": VOCABULARY,
         "d_model": 32,

@@ -104,7 +104,9 @@ def test_a_rehearsal_leaves_weights_untouched_and_the_optimizer_at_step_0(bench,
                 if isinstance(tensor, torch.Tensor)}  # fmt: skip
     rollback(rehearsed, before)
     assert same(values(rehearsed), values(untouched))
-    after = {t.data_ptr() for s in rehearsed.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)}
+    after = {
+        t.data_ptr() for s in rehearsed.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)
+    }
     assert after == storages
     for number in range(2):
         losses = [step.run(bench.batches(step, (2, 3), number)) for step in (untouched, rehearsed)]

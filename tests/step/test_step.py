@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from brimful.core.errors import UsageError
 from brimful.step.batch import Row, make_batch
@@ -31,6 +30,10 @@ def gradients(step, batches) -> dict[str, torch.Tensor]:  # type: ignore[no-unty
 
 def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     return sum((found[name] - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+
+def refuse_to_save(tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError(f"{tuple(tensor.shape)} was kept for backward")
 
 
 def test_gradients_accumulated_in_fp32_lose_less_than_in_bf16(bench) -> None:  # type: ignore[no-untyped-def]
@@ -87,23 +90,6 @@ def test_master_weights_remember_updates_that_bf16_cannot_hold(bench, gradients_
         assert torch.equal(parameter, master.bfloat16())
         assert parameter.grad is None
         assert master.grad is None
-
-
-def test_a_weight_that_is_wider_than_the_others_learns_beside_masters(bench) -> None:  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    from brimful.step.assemble import assemble, shape_model
-    from brimful.step.target import Target
-
-    run = bench.run(bench.folder("llama"), precision=BF16 | {"optimizer": "fp32", "gradients": "fp32"})
-    model = shape_model(run)
-    norm = model.base.model.norm
-    norm.weight = nn.Parameter(norm.weight.detach().float())
-    step = assemble(run, replace(model), Target("cpu"), fill=lambda m: [p.data.fill_(0.02) for p in m.module.parameters()])
-    before = values(step)["model.norm.weight"]
-    step.run([b for b in bench.batches(step, (5,))])
-    assert step.parameters["model.norm.weight"].grad is None
-    assert not torch.equal(before, step.parameters["model.norm.weight"])
 
 
 def test_an_overflow_leaves_the_weights_alone_and_halves_the_scale(bench) -> None:  # type: ignore[no-untyped-def]
@@ -213,11 +199,9 @@ def test_evaluation_is_the_plain_loss_without_dropout_and_keeps_nothing(bench, f
     for pin in ({}, {"loss": "chunked", "recompute": "all"}):
         step = bench.step(bench.folder(family), pin)
         before = values(step)
-        saved: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(refuse_to_save, lambda t: t):
             found = step.evaluate(bench.batches(step, (5,))[0])
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-        assert not saved
         assert not found.requires_grad
         assert all(part.training for part in step.model.module.modules())
         assert all(p.grad is None for p in step.parameters.values())
@@ -237,3 +221,33 @@ def test_a_step_without_a_single_target_changes_nothing(bench) -> None:  # type:
     loss = step.run([make_batch([Row(0, [3, 4, 5], [-100] * 3)], padded=True)])
     assert loss == 0
     assert all(torch.equal(before[name], p) for name, p in step.parameters.items())
+
+
+def test_a_row_whose_labels_do_not_lie_at_its_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 7 has 3 tokens and 2 labels"):
+        make_batch([Row(7, [3, 4, 5], [4, 5])], padded=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", {"weights": "fp16"}, "fp32-autocast", "fp16-scaled"])
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_learn_in_every_precision(bench, method: str, precision) -> None:  # type: ignore[no-untyped-def]
+    model, keys = bench.folder("llama", **QUIET), {"method": method, "lora": {"targets": "all-linear"}}
+    for pin in ({}, {"loss": "chunked", "recompute": "all", "layout": "unpadded"}):
+        step = bench.step(model, pin, precision=precision, optimizer={"learning_rate": 1e-2}, **keys)
+        if step.scale is not None:
+            step.scale.scale.fill_(128.0)
+        losses = [step.run(bench.batches(step, (2, 3), **pin)).item() for _ in range(4)]
+        assert losses[-1] < losses[0]
+        assert {p.dtype for p in step.parameters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32-autocast", {"weights": "bf16", "optimizer": "fp32"}])
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_modules_saved_whole_learn_beside_the_adapter(bench, precision, loss: str) -> None:  # type: ignore[no-untyped-def]
+    lora = {"save_modules": ["lm_head", "embed_tokens"]}
+    step = bench.step(bench.folder("llama"), {"loss": loss}, precision=precision, method="lora", lora=lora)
+    before = values(step)
+    assert sum("modules_to_save" in name for name in before) == 2
+    step.run(bench.batches(step, (2, 3)))
+    assert all(not torch.equal(before[name], p) for name, p in step.parameters.items())
+    assert all(p.grad is None for p in step.parameters.values())

@@ -1,5 +1,6 @@
 """`brimful measure`: the same step on this machine's GPU, beside its forecast."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +11,10 @@ from brimful.core.errors import ExitCode, MissingPackage, UsageError
 
 if TYPE_CHECKING:
     from brimful.core.forecast import Forecast
-    from brimful.core.measurement import Measurement
     from brimful.core.runfile import RunFile
     from brimful.core.tape import Tape
+
+WORTH_TELLING = 0.01
 
 
 @takes_run(optional=True)
@@ -85,33 +87,30 @@ def _measure_one(run: "RunFile", cap: int | None, bisect: bool, history: bool, a
     _require_packages(run)
     cap = cap or _line(run)
     side = Console(stderr=True)
-    with side.status("looking for a GPU …"):
-        # here and not above: these import torch and transformers, which takes seconds
-        from brimful.forecast.measure import measure_run, measure_survival, require_gpu
-
-        require_gpu()
     with side.status(f"tracing {run.model} …") as status:
+        # here and not above: these import torch and transformers, which takes seconds
         from brimful.core.measurement import errors
         from brimful.forecast import forecast as make_forecast
         from brimful.forecast.difference import partings
+        from brimful.forecast.measure import measure_run, measure_survival, require_gpu
 
+        require_gpu()
         here, alike = _here(run)
         forecast, tape = make_forecast(alike)
-        survival = None
-        if bisect:
-            status.update("looking for the smallest capacity …")
-            survival = measure_survival(run, forecast.smallest_capacity)
         forecast = _under(forecast, tape, run, cap)
         status.update(f"running on {here} …")
         measured = measure_run(run, cap, history=history)
         off = max(map(abs, errors(forecast, measured).values()), default=0.0)
-        if not history and off > 0.01 and not measured.died:
+        if not history and off > WORTH_TELLING and not measured.died:
             status.update("running again, with PyTorch's memory history …")
-            measured = _with_history(measured, measure_run(run, cap, history=True))
+            # recording takes some memory of its own: the figures stay those of the run without it
+            measured = replace(measured, history=measure_run(run, cap, history=True).history)
         told = partings(tape, measured.history) if measured.history is not None and not measured.died else None
+        survival = None
+        if bisect:
+            status.update("looking for the smallest capacity …")
+            survival = measure_survival(run, forecast.smallest_capacity)
     if as_json:
-        from dataclasses import replace
-
         from brimful.report.as_json import to_json
 
         shown = measured if history else replace(measured, history=None)
@@ -121,10 +120,8 @@ def _measure_one(run: "RunFile", cap: int | None, bisect: bool, history: bool, a
     else:
         from brimful.report.comparison import Place, show_comparison, show_survival
 
-        console = Console()
-        show_comparison(forecast, measured, Place(here, cap), told, console)
+        show_comparison(forecast, measured, Place(here, cap), told, console := Console())
         if survival is not None:
-            console.print()
             show_survival(survival, forecast.smallest_capacity, console)
     if measured.died:
         raise typer.Exit(ExitCode.NOTHING_FITS)
@@ -139,8 +136,6 @@ def _line(run: "RunFile") -> int | None:
 
 def _here(run: "RunFile") -> "tuple[str, RunFile]":
     """This machine's GPU, and the run as it is forecast for it."""
-    from dataclasses import replace
-
     import torch
 
     from brimful.catalog.gpus import find_gpu
@@ -154,8 +149,6 @@ def _under(forecast: "Forecast", tape: "Tape", run: "RunFile", cap: int | None) 
     """A forecast with the reserved memory as it is when no more than `cap` may be reserved."""
     if cap is None:
         return forecast
-    from dataclasses import replace
-
     from brimful.forecast.allocator import Settings, replay
 
     replayed = replay(tape, Settings.parse(run.pin.allocator or ""), cap)
@@ -164,13 +157,6 @@ def _under(forecast: "Forecast", tape: "Tape", run: "RunFile", cap: int | None) 
     context = forecast.device_used - forecast.reserved
     reserved = replayed.peak_reserved
     return replace(forecast, reserved=reserved, device_used=reserved + context, phases=replayed.phases)
-
-
-def _with_history(first: "Measurement", again: "Measurement") -> "Measurement":
-    """Recording costs time and some memory of its own: the figures stay those of the run without it."""
-    from dataclasses import replace
-
-    return replace(first, history=again.history)
 
 
 def _measure_matrix(

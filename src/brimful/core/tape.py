@@ -20,11 +20,15 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """The parts of a run that have a memory peak of their own, in the order in which they are traced."""
+    """The parts of a run that have a memory peak of their own, in the order in which they are traced.
+
+    A rehearsal does what the first step does: the worst micro-batch, backward, and the optimizer's state.
+    """
 
     LOAD = "load"
     FIRST_STEP = "first step"
     STEADY = "steady state"
+    UPDATE = "clipping and update"
     EVALUATE = "evaluation"
     SAVE = "saving"
 

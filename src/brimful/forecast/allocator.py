@@ -161,7 +161,7 @@ def _rounded(tape: Tape, settings: Settings) -> list[int]:
 
 def _peak_within(levels: Sequence[int], span: Span) -> int:
     """The highest level of a span, the level at which it begins included."""
-    return max(levels[max(0, span.start - 1) : span.end], default=0) if span.start < len(levels) else 0
+    return max(levels[max(0, span.start - 1) : span.end], default=0) if span.start <= len(levels) else 0
 
 
 class _Run:

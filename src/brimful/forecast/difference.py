@@ -2,7 +2,7 @@
 
 Both are long and nearly equal. They are aligned by size (Myers' algorithm, a stretch at a time), and what is left over
 on either side is read as stretches of time in which the GPU holds more or less than was forecast. The stretches that
-are open at the GPU's peak add up to the difference of the two there, so they are told first. Needs no torch.
+are open at the peak (the higher of the two) add up to the difference there, so they are told first. Needs no torch.
 """
 
 from bisect import bisect_right
@@ -36,7 +36,7 @@ class Place:
     phase: Phase | None = None
 
     def __str__(self) -> str:
-        op = self.op.removesuffix(".default")
+        op = self.op.partition(".")[0]
         return f"{op} in {self.module}" if self.module else op or "the start"
 
 
@@ -44,8 +44,9 @@ class Place:
 class Parting:
     """Places alike from which on the GPU holds `bytes` more (less, if negative) than forecast, each of `times` times.
 
-    `forecast` and `measured` are the signed sizes that only one side has there. `at_peak` is what all of them together
-    add to the GPU's peak. `until` is where it ends, if it does.
+    `forecast` and `measured` are the signed sizes that only one side has there. `at_peak` is how much more
+    the GPU holds because of all of them at the higher of the two peaks. `until` is where it ends, if it does; `moved`
+    says that it is the same event, only earlier or later.
     """
 
     after: Place
@@ -57,11 +58,12 @@ class Parting:
     at_peak: int
     times: int
     until: Place | None
+    moved: bool
 
     def __str__(self) -> str:
         times = f" ({self.times} times)" if self.times > 1 else ""
         line = f", at {self.measured_line}" if self.measured_line else ""
-        peak = f"; {_more(self.at_peak)} at its peak" if self.at_peak else ""
+        peak = f"; {_more(self.at_peak)} at the peak" if self.at_peak else ""
         return f"at {self.after} the GPU {self._does()}{times}{line}{peak}"
 
     def _does(self) -> str:
@@ -72,9 +74,9 @@ class Parting:
         if taken and took:
             return f"takes {format_bytes(taken)} where {format_bytes(took)} are forecast"
         if taken:
-            return f"also takes {amount}{until}"
+            return f"takes {amount} early" if self.moved else f"also takes {amount}{until}"
         if took:
-            return f"does not take {amount}{until}"
+            return f"takes {amount} later" if self.moved else f"does not take {amount}{until}"
         if self.bytes > 0:
             return f"keeps {amount}{until or (' a little longer' if self.until else ' to the end')}"
         return f"frees {amount} early" + (f", not only at {self.until}" if ends else "")
@@ -91,6 +93,11 @@ class _Edit:
     line: str = ""
 
     @property
+    def forecast_time(self) -> float:
+        """Its place among the forecast's events."""
+        return self.after + 0.5 if self.measured else self.after
+
+    @property
     def change(self) -> int:
         """What it does to measured less forecast."""
         return self.size if self.measured else -self.size
@@ -103,33 +110,55 @@ class _Stretch:
     begin: _Edit
     end: _Edit | None
 
-    def covers(self, event: int) -> bool:
-        """Whether it is open just after a measured event."""
-        return self.begin.at <= event and (self.end is None or self.end.at > event)
+    def covers(self, peak: "_Peak") -> bool:
+        """Whether it is open at the peak."""
+        begun, ended = (
+            edit is not None and (edit.at <= peak.event if peak.measured else edit.forecast_time <= peak.event)
+            for edit in (self.begin, self.end)
+        )
+        return begun and not ended
 
-    @property
-    def only_order(self) -> bool:
-        """Whether the same event merely comes a little earlier or later."""
-        end = self.end
-        return end is not None and end.measured != self.begin.measured and end.at - self.begin.at <= SWAP
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """Just after an event of one of the two sides."""
+
+    event: int
+    measured: bool
 
 
 def partings(tape: Tape, history: History, smallest: int = WORTH_TELLING) -> tuple[Parting, ...]:
-    """Where they part, what matters to the GPU's peak first; empty if they agree but for order and small change."""
+    """Where they part, what matters to the peak first; empty if they agree but for order and small change."""
     theirs = [_rounded(size) for size, _ in history]
-    levels = list(accumulate(theirs))
-    peak = max(range(len(levels)), key=levels.__getitem__, default=0)
-    stretches = _stretches(_edits(tape, theirs, history, smallest))
-    return _told(tape, [s for s in stretches if not s.only_order or s.covers(peak)], peak)
+    sizes = [_rounded(allocation.size) for allocation in tape.allocations]
+    ours = [sizes[event - 1] if event > 0 else -sizes[-event - 1] for event in tape.events]
+    peak = _highest(ours, theirs)
+    takes = list(accumulate((size >= smallest for size in theirs), initial=0))
+    stretches = _stretches(_edits(ours, theirs, history, smallest))
+    return _told(tape, [s for s in stretches if s.covers(peak) or not _only_order(s, takes)], peak)
+
+
+def _only_order(stretch: _Stretch, takes: Sequence[int]) -> bool:
+    """Whether the same event merely comes a little earlier or later: a free, with nothing taken in between."""
+    begin, end = stretch.begin, stretch.end
+    if end is None or begin.measured == end.measured:
+        return False
+    return end.at - begin.at <= SWAP or (begin.size < 0 and takes[begin.at] == takes[end.at])
 
 
 def _rounded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK if size > 0 else size // BLOCK * BLOCK
 
 
-def _edits(tape: Tape, theirs: Sequence[int], history: History, smallest: int) -> list[_Edit]:
-    sizes = [_rounded(allocation.size) for allocation in tape.allocations]
-    ours = [sizes[event - 1] if event > 0 else -sizes[-event - 1] for event in tape.events]
+def _highest(ours: Sequence[int], theirs: Sequence[int]) -> _Peak:
+    def top(changes: Sequence[int], measured: bool) -> tuple[int, _Peak]:
+        level, event = max(((level, -index) for index, level in enumerate(accumulate(changes))), default=(0, 0))
+        return level, _Peak(-event, measured)
+
+    return max(top(theirs, True), top(ours, False), key=lambda found: found[0])[1]
+
+
+def _edits(ours: Sequence[int], theirs: Sequence[int], history: History, smallest: int) -> list[_Edit]:
     left, right = _worth_telling(ours, smallest), _worth_telling(theirs, smallest)
     edits = []
     for measured, i, j in align([ours[k] for k in left], [theirs[k] for k in right]):
@@ -143,17 +172,9 @@ def _edits(tape: Tape, theirs: Sequence[int], history: History, smallest: int) -
 
 
 def _worth_telling(sizes: Sequence[int], smallest: int) -> list[int]:
-    """The events that are not small, frees in a row by size: their order is nobody's business.
-
-    The frees at the very end are left out: a history may go on to where the process lets go of all it has.
-    """
+    """The events that are not small, without the frees at the very end: there a process lets go of all it has."""
     end = max((index for index, size in enumerate(sizes) if size > 0), default=-1) + 1
-    kept = [index for index in range(end) if abs(sizes[index]) >= smallest]
-    order: list[int] = []
-    for takes, group in groupby(kept, key=lambda index: sizes[index] > 0):
-        run = list(group)
-        order.extend(run if takes else sorted(run, key=sizes.__getitem__))
-    return order
+    return [index for index in range(end) if abs(sizes[index]) >= smallest]
 
 
 def align(ours: Sequence[int], theirs: Sequence[int]) -> Steps:
@@ -243,7 +264,7 @@ def _stretches(edits: Iterable[_Edit]) -> list[_Stretch]:
     return sorted(stretches, key=lambda stretch: (stretch.begin.at, stretch.begin.after))
 
 
-def _told(tape: Tape, stretches: Sequence[_Stretch], peak: int) -> tuple[Parting, ...]:
+def _told(tape: Tape, stretches: Sequence[_Stretch], peak: _Peak) -> tuple[Parting, ...]:
     """What begins at one place is one parting; partings alike but for the layer's number are told once."""
     atlas = _Atlas(tape)
     alike: dict[tuple[object, ...], list[list[_Stretch]]] = defaultdict(list)
@@ -267,6 +288,7 @@ def _told(tape: Tape, stretches: Sequence[_Stretch], peak: int) -> tuple[Parting
                 at_peak=sum(s.begin.change for repeat in repeats for s in repeat if s.covers(peak)),
                 times=len(repeats),
                 until=atlas.place(atlas.taken_before(ends[-1].after)) if ends else None,
+                moved=all(s.end is not None and s.end.measured != s.begin.measured for s in first),
             )
         )
     return tuple(sorted(found, key=lambda p: (-abs(p.at_peak), -abs(p.bytes) * p.times)))

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-# the server imports what every call needs once and never touches CUDA, so a process begins in no time
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "peft", "brimful.forecast.trace", "brimful.forecast.measure"])
+# not forked: some package initialises CUDA when it is imported, and CUDA does not survive a fork
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Fresh:

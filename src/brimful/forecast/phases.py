@@ -5,6 +5,7 @@ from typing import Protocol
 
 from brimful.core.runfile import RunFile
 from brimful.core.tape import Category, Phase
+from brimful.step import state
 from brimful.step.assemble import batch_of, full_rows, slicing
 from brimful.step.batch import MicroBatch
 from brimful.step.step import Section, TrainStep
@@ -30,17 +31,27 @@ class Stage(Protocol):
 
 def play(run: RunFile, step: TrainStep, stage: Stage) -> None:
     """Two steps, of which the first makes the optimizer's state, then an evaluation and the copies of a save."""
-    for number, phase in enumerate((Phase.FIRST_STEP, Phase.STEADY)):
-        with stage.phase(phase):
-            _one_step(run, step, number, stage)
+    with stage.phase(Phase.FIRST_STEP):
+        _accumulate(run, step, 0, stage)
+        _update(step, stage)
+    with stage.phase(Phase.STEADY):
+        _accumulate(run, step, 1, stage)
+    with stage.phase(Phase.UPDATE):
+        _update(step, stage)
     with stage.phase(Phase.EVALUATE):
         step.evaluate(_batch(run, step, 0, stage))
+    with stage.phase(Phase.SAVE), stage.section(Section.HOST):
+        for tensor in state.tensors(step):
+            tensor.to("cpu")
 
 
-def _one_step(run: RunFile, step: TrainStep, number: int, stage: Stage) -> None:
+def _accumulate(run: RunFile, step: TrainStep, number: int, stage: Stage) -> None:
     for _ in range(min(slicing(run).count, MOST_SLICES)):
         step.accumulate(_batch(run, step, number, stage), targets=1000)
         stage.gradients_made(step)
+
+
+def _update(step: TrainStep, stage: Stage) -> None:
     step.update()
     stage.state_made(step)
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from brimful.core.errors import ModelError
+from brimful.core.errors import BrimfulError, ModelError
 from brimful.core.runfile import RunFile
 from brimful.core.tape import Category, Phase, Tape
 from brimful.forecast.autocast import like_cuda
@@ -57,6 +57,17 @@ def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiproce
             raise ModelError(
                 f"{run.model} looks at its data{users_line(error)}{operation}, which no forecast can know",
                 hint="use operations whose output shapes and branches depend on input shapes alone",
+            ) from error
+        except BrimfulError:
+            raise
+        except Exception as error:
+            line = users_line(error)
+            if not line:
+                raise  # not the user's code but ours: a traceback is what helps
+            what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            raise ModelError(
+                f"{run.model} fails{line}: {what}",
+                hint="it is called as forward(input_ids, position_ids, row_starts), with tensors that have no values",
             ) from error
         finally:
             for handle in handles:

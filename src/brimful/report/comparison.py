@@ -50,7 +50,7 @@ def show_survival(survival: Survival, forecast: int, console: Console) -> None:
         return f"{format_bytes(capacity)} (forecast × {capacity / forecast:.3f})" if capacity else "not found"
 
     console.print(
-        f"smallest capacity  forecast {format_bytes(forecast)} · survives at {at(survival.survives_at)}"
+        f"\nsmallest capacity: forecast {format_bytes(forecast)} · survives at {at(survival.survives_at)}"
         f" · dies at {at(survival.dies_at)} · {survival.num_probes} probes",
         soft_wrap=True,
         highlight=False,

@@ -53,7 +53,8 @@ def last_straw(forecast: Forecast) -> str:
     size, before = forecast.culprit.size, forecast.allocated - forecast.culprit.size
     if size >= LAST_STRAW * forecast.allocated:
         return ""
-    largest = max(forecast.items, key=forecast.items.__getitem__, default="")
+    inside = {name: size for name, size in forecast.items.items() if name not in ("context", "fragmentation")}
+    largest = max(inside, key=inside.__getitem__, default="")
     return f"only the last straw: {format_bytes(before)} were there before it" + (
         f", {largest} above all" if largest else ""
     )

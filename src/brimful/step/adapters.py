@@ -79,7 +79,7 @@ def _wrap(model: TrainModel, lora: Lora, precision: Precision) -> nn.Module:
             module = get_peft_model(model.module, config, autocast_adapter_dtype=False)
     except ValueError as error:
         if "target modules" not in str(error).lower():
-            raise
+            raise UsageError(f"peft cannot adapt {model.source.name} so: {str(error).splitlines()[0]}") from error
         names = ", ".join(linear_names(model.module))
         raise UsageError(f"LoRA targets {targets} match nothing in this model", hint=f"there are {names}") from error
     for place, part in module.named_modules():

@@ -43,6 +43,11 @@ def shape_model(run: RunFile) -> TrainModel:
             f"model_config is for a module:Class of your own, {source.name} has its configuration already",
             hint="leave model_config out, or give a folder with a config.json of your own",
         )
+    if getattr(source.config, "output_router_logits", False):
+        raise ModelError(
+            f"{source.name} asks for an auxiliary loss over its experts, which couples rows and is no part of a step",
+            hint="set output_router_logits: false in its config.json",
+        )
     limit = source.max_positions
     if limit is not None and run.data.max_length > limit:
         raise ModelError(
@@ -107,7 +112,7 @@ def check(run: RunFile, model: TrainModel, target: Target) -> None:
     elif kernel != "exact" and not can_run_unpadded(demand, target):
         what = "soft-capped attention" if demand.softcap else "attention with sinks" if demand.sinks else "attention"
         raise UsageError(
-            f"no kernel with row boundaries can do the {what} of {source.name} in {run.precision.compute} on this device",
+            f"no kernel with row boundaries does the {what} of {source.name} in {run.precision.compute} on this device",
             hint="use layout: padded",
         )
 

@@ -120,6 +120,9 @@ def make_batch(
     ids = _shape(_flat([row.tokens for row in rows], width, pad), layout)
     keys = _keys(rows, layout, seed, step)
     if not encoder_decoder:
+        if uneven := [row for row in rows if len(row.labels) != len(row.tokens)]:
+            row = uneven[0]
+            raise ValueError(f"row {row.id} has {len(row.tokens)} tokens and {len(row.labels)} labels")
         shifted = [(*row.labels[1:], IGNORED) for row in rows]
         count = sum(label != IGNORED for row in shifted for label in row)
         return MicroBatch(ids, torch.tensor(_flat(shifted, width, IGNORED)), layout, keys, count)

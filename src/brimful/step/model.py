@@ -128,7 +128,7 @@ def _build_custom(source: ModelSource, weights: torch.dtype) -> TrainModel:
         what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ModelError(
             f"{source.name} failed to build{users_line(error)}: {what}",
-            hint="it is called as Class(**model_config), on torch's meta device, where tensors have shapes but no values",
+            hint="it is called as Class(**model_config) on the meta device, where tensors have shapes but no values",
         ) from error
     finally:
         torch.set_default_dtype(previous)

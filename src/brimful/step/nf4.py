@@ -10,7 +10,8 @@ the fp32 scales between them (4 bytes per 64 numbers) are a temporary that a tra
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from brimful.core.errors import MissingPackage
 
 BLOCK = 64
 NESTED_BLOCK = 256
-# Blocks quantised at a time on a CPU: bounds the fp32 and index temporaries of a large weight.
-_BLOCKS_AT_ONCE = 1 << 14
+# Blocks dequantised at a time on a CPU: bounds the fp32 and index temporaries of a large weight.
+_BLOCKS_AT_ONCE = 1 << 16
+# Numbers quantised at a time by one thread: few enough to stay in its cache, and for PyTorch not to split each
+# operation among threads that wait for one another.
+_AT_ONCE = 1 << 15
 # Up to so many bounds, comparing with each is faster than a binary search.
 _MOST_COMPARED = 32
 
@@ -271,18 +275,17 @@ def fill_from(layer: NF4Linear, pieces: Iterable[Tensor]) -> None:
     code, nested_code = torch.tensor(NF4), torch.tensor(_dynamic_code())
     packed, absmax = layer.weight.detach().view(-1), torch.empty(layer.absmax.numel())
     place = 0
-    for piece in pieces:
-        for start in range(0, piece.numel(), _BLOCKS_AT_ONCE * BLOCK):
-            part = piece[start : start + _BLOCKS_AT_ONCE * BLOCK].float()
-            codes, scales = _nearest(part, code, BLOCK)
-            pairs = functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-            packed[place // 2 : place // 2 + pairs.shape[0]].copy_((pairs[:, 0] << 4) | pairs[:, 1])
-            absmax[place // BLOCK : place // BLOCK + scales.numel()] = scales
-            place += part.numel()
+    with ThreadPoolExecutor(_threads()) as pool:
+        for piece in pieces:
+            count = piece.numel()
+            half, scales = torch.empty(-(-count // 2), dtype=torch.uint8), absmax[place // BLOCK :]
+            list(pool.map(partial(_pack, piece, code, half, scales), range(0, count, _AT_ONCE)))
+            packed[place // 2 : place // 2 + half.numel()].copy_(half)
+            place += count
     offset = absmax.mean()
-    bytes_, nested = _nearest(absmax.sub_(offset), nested_code, NESTED_BLOCK)
+    nested_bytes, nested = _nearest(absmax.sub_(offset), nested_code, NESTED_BLOCK)
     for target, value in (
-        (layer.absmax, bytes_),
+        (layer.absmax, nested_bytes),
         (layer.nested_absmax, nested),
         (layer.nested_code, nested_code),
         (layer.code, code),
@@ -291,14 +294,26 @@ def fill_from(layer: NF4Linear, pieces: Iterable[Tensor]) -> None:
         target.copy_(value)
 
 
-def working_set(numbers: int) -> int:
-    """Host bytes that `fill_from` holds at most for a weight of so many numbers, besides what it is given and fills.
+def _pack(piece: Tensor, code: Tensor, half: Tensor, scales: Tensor, start: int) -> None:
+    """Quantise the numbers of a piece from `start` on; their bytes and scales go where they belong."""
+    codes, absmax = _nearest(piece[start : start + _AT_ONCE].float(), code, BLOCK)
+    pairs = functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+    half[start // 2 : start // 2 + pairs.shape[0]] = (pairs[:, 0] << 4) | pairs[:, 1]
+    scales[start // BLOCK : start // BLOCK + absmax.numel()] = absmax
 
-    For the numbers in work: two fp32 values each, their code, a comparison and the packed halves. In the end, for all
-    scales: two fp32 values, an int32 code and its byte.
+
+def _threads() -> int:
+    return min(8, torch.get_num_threads())
+
+
+def working_set(numbers: int, piece: int) -> int:
+    """Host bytes that `fill_from` holds at most for a weight in pieces, besides what it is given and fills.
+
+    The piece's packed bytes and, for the numbers in work, two fp32 values, a code, a comparison and the halves of a
+    byte. In the end, for all scales: two fp32 values, an int32 code and its byte.
     """
     scales = -(-numbers // BLOCK)
-    return max(4 * scales + 11 * min(numbers, _BLOCKS_AT_ONCE * BLOCK), 13 * scales)
+    return max(4 * scales + min(numbers, piece) // 2 + 11 * _AT_ONCE * _threads(), 13 * scales)
 
 
 def _nearest(numbers: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,7 @@ def find_source(model: str, *, options: dict[str, Any] | None = None, trust_remo
 
 
 def _config_from(values: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = values.pop("model_type")
     if kind not in CONFIG_MAPPING:
@@ -127,7 +125,9 @@ def _ask_hub(model: str, trust_remote_code: bool) -> Any:
     except RepositoryNotFoundError as error:
         raise UnknownName("model", model, model_names(), hint="the hub does not know it, or it is private") from error
     except EntryNotFoundError as error:
-        raise ModelError(f"{model} on the hub has no config.json", hint="give a model in Hugging Face's format") from error
+        raise ModelError(
+            f"{model} on the hub has no config.json", hint="give a model in Hugging Face's format"
+        ) from error
     except Exception as error:  # the client raises many kinds for an unreachable network
         raise UnknownName("model", model, model_names(), hint=f"{_OFFLINE} ({type(error).__name__})") from error
     return _read_folder(path.parent, trust_remote_code, hub_id=model)
@@ -158,7 +158,9 @@ def users_line(error: BaseException) -> str:
     """Where in the user's own files an error arose, as ` at file:line`; empty where none of them was involved."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" at {error.filename}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)
+    ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

@@ -46,6 +46,14 @@ def save(step: TrainStep) -> State:
     return State(tensors, {"optimizer": scalars, "groups": [_settings(group) for group in step.optimizer.param_groups]})
 
 
+def tensors(step: TrainStep) -> Iterator[Tensor]:
+    """Everything that `save` copies, one after the other, where it is."""
+    for _, tensor in _own_tensors(step):
+        yield tensor
+    for values in step.optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, Tensor))
+
+
 def restore(step: TrainStep, state: State) -> None:
     """Make `step` go on where the saved one was; it must have been made from the same run file."""
     given = {name for name in state.tensors if not name.startswith("optimizer/")}

@@ -163,7 +163,8 @@ class TrainStep:
         self.loss.check(self.model)
         head, model = self.model.head, self.model
         if self.loss.name == "plain" or head is None:
-            return plain(hidden, head or _already_logits, labels, softcap=model.softcap, scale=model.scale)
+            make_logits = _already_logits if head is None else head
+            return plain(hidden, make_logits, labels, softcap=model.softcap, scale=model.scale)
         if self.precision.autocast:
             hidden = hidden.to(dtype(self.precision.compute))
         chunk = self.loss.chunk or default_chunk(hidden.shape[0], hidden.shape[1], head.weight.shape[0])

@@ -76,7 +76,8 @@ def host_buffers(stored: Mapping[str, Stored], model: TrainModel, device: str) -
         if device != "cpu" and p.is_floating_point() and kinds - {p.dtype}
     ]
     packed = [m.in_features * m.out_features for m in model.module.modules() if isinstance(m, NF4Linear)]
-    return read_buffer(stored) + max(staged, default=0) + max(map(working_set, packed), default=0)
+    packing = max((working_set(numbers, PIECE) for numbers in packed), default=0)
+    return read_buffer(stored) + max(staged, default=0) + packing
 
 
 class _Staging:
