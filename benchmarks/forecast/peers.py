@@ -286,6 +286,8 @@ def ask_memtracker(given: Given) -> Given:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    from brimful.step.model import materialise
+
     class Tracker(MemTracker):
         """Without the table of peaks by module, which is not asked for and takes four fifths of the time."""
 
@@ -294,9 +296,11 @@ def ask_memtracker(given: Given) -> Given:
             super()._update_peak_stats(peak_state)
             self.memory_tracking = kept
 
-    torch.manual_seed(0)
-    with FakeTensorMode():
+    # peft cannot cast fake parameters ("Couldn't swap"), so it is made on the meta device first
+    with torch.device("meta"):
         model = trained_model(given)
+    with FakeTensorMode():
+        materialise(SimpleNamespace(module=model), torch.device("cpu"))
         learning = [p for p in model.parameters() if p.requires_grad]
         optimizer = build_optimizer(learning, given)
         length = given["target_length"] if given["config"].get("is_encoder_decoder") else given["length"]

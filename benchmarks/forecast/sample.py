@@ -65,9 +65,8 @@ def draw(random: random.Random) -> dict[str, Any] | None:
 def _precision(random: random.Random, method: str) -> Any:
     if method == "qlora":
         return "bf16"
-    return random.choice(
-        ["bf16", "bf16", "bf16", "fp32-autocast", "fp16-scaled", "fp32", {"weights": "bf16", "gradients": "fp32", "optimizer": "fp32"}]
-    )  # fmt: skip
+    wide = {"weights": "bf16", "gradients": "fp32", "optimizer": "fp32"}
+    return random.choice(["bf16", "bf16", "bf16", "fp32-autocast", "fp16-scaled", "fp32", wide])
 
 
 def _lora(random: random.Random, method: str) -> dict[str, Any]:

@@ -114,9 +114,8 @@ def peers(found: dict[str, Any], measured: dict[str, Any]) -> list[str]:
         if e:
             size = sorted(abs(x) for x in e)
             low = sum(x < -0.03 for x in e)
-            lines.append(
-                f"| {tool} | {len(e)} of {len(found['rows'])} | {statistics.median(size):.0%} | {size[-1]:.0%} | {low} |"
-            )
+            said = f"{len(e)} of {len(found['rows'])}"
+            lines.append(f"| {tool} | {said} | {statistics.median(size):.0%} | {size[-1]:.0%} | {low} |")
         else:
             lines.append(f"| {tool} | 0 of {len(found['rows'])} | – | – | – |")
     return [*lines, ""]
@@ -139,7 +138,7 @@ def main() -> None:
     if held_measured:
         lines += summary("The held-out set", held, held_measured["rows"])
         lines += [
-            "Drawn by `sample.py` with a seed chosen after the last change to the forecast, published as first measured.",
+            "Drawn by `sample.py` with a seed chosen after the last change to the forecast; as first measured.",
             "",
         ]
     if capacity := load("capacity.json"):

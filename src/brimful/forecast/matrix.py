@@ -120,7 +120,7 @@ def measure_row(row: Row, history: bool, cap: int | None, smallest: int | None) 
     from brimful.forecast.measure import measure_run, measure_survival
 
     run = from_mapping(row)
-    result = measure_run(run, cap, history=history)
+    result = measure_run(run, cap, history=history, saving=False)
     found: Row = {
         "allocated": result.allocated,
         "reserved": result.reserved,

@@ -39,6 +39,11 @@ class _Gauge(Observer):
             torch.cuda.synchronize()
             self.peaks.append(PhasePeak(phase, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
 
+    def decide(self, flag: torch.Tensor) -> bool:
+        """Wait as a step does, but never skip the update: its memory is what is measured, not its values."""
+        bool(flag)
+        return False
+
     def gradients_made(self, step: TrainStep) -> None:
         """Nothing to learn here."""
 
@@ -61,7 +66,7 @@ def measure_survival(run: RunFile, forecast: int) -> Survival:
     def survives(capacity: int) -> bool:
         clean_slate()
         if torch.cuda.memory_allocated() <= LEFT_BEHIND:
-            return measure_run(run, capacity).died is None
+            return measure_run(run, capacity, saving=False).died is None
         found = call(_died, run, capacity)
         if "error" in found:
             raise RuntimeError(found["error"])
@@ -72,11 +77,14 @@ def measure_survival(run: RunFile, forecast: int) -> Survival:
 
 
 def _died(run: RunFile, capacity: int) -> dict[str, str | None]:
-    return {"died": measure_run(run, capacity).died}
+    return {"died": measure_run(run, capacity, saving=False).died}
 
 
-def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False) -> Measurement:
-    """Run the phases on this machine's GPU, which may be made to look like a card with `cap` bytes to reserve."""
+def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False, saving: bool = True) -> Measurement:
+    """Run the phases on this machine's GPU, which may be made to look like a card with `cap` bytes to reserve.
+
+    Without `saving` the copies of a save are left out: they take long and nothing on the GPU.
+    """
     require_gpu()
     clean_slate()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -87,7 +95,7 @@ def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False) 
         torch.cuda.memory._record_memory_history(max_entries=2_000_000, context="alloc", stacks="python")
     gauge, started, died = _Gauge(), time.perf_counter(), None
     try:
-        _phases(run, gauge)
+        _phases(run, gauge, saving)
     except torch.OutOfMemoryError as error:
         died = str(error).split(". ")[0]
     seconds = time.perf_counter() - started
@@ -110,13 +118,13 @@ def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False) 
     return result
 
 
-def _phases(run: RunFile, gauge: _Gauge) -> None:
+def _phases(run: RunFile, gauge: _Gauge, saving: bool) -> None:
     """In a function of its own, so that nothing is alive when it has returned or raised."""
     with gauge.phase(Phase.LOAD):
         model = shape_model(run)
         fill = weights_for(model, seed=run.seed, scratch=run.method == "scratch")
         step = assemble(run, model, this_machine(), gauge, fill=fill)
-    play(run, step, gauge)
+    play(run, step, gauge, saving=saving)
 
 
 def clean_slate() -> None:

@@ -29,7 +29,7 @@ class Stage(Protocol):
         """Called after each update."""
 
 
-def play(run: RunFile, step: TrainStep, stage: Stage) -> None:
+def play(run: RunFile, step: TrainStep, stage: Stage, *, saving: bool = True) -> None:
     """Two steps, of which the first makes the optimizer's state, then an evaluation and the copies of a save."""
     with stage.phase(Phase.FIRST_STEP):
         _accumulate(run, step, 0, stage)
@@ -40,6 +40,8 @@ def play(run: RunFile, step: TrainStep, stage: Stage) -> None:
         _update(step, stage)
     with stage.phase(Phase.EVALUATE):
         step.evaluate(_batch(run, step, 0, stage))
+    if not saving:
+        return
     with stage.phase(Phase.SAVE), stage.section(Section.HOST):
         for tensor in state.tensors(step):
             tensor.to("cpu")

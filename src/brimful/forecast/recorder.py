@@ -27,13 +27,14 @@ _OWN_FILES = ("/torch/", "/brimful/forecast/", "/transformers/utils/", "/transfo
 class _Made:
     """A storage while the trace runs."""
 
-    __slots__ = ("category", "dtype", "freed_in", "line", "module", "op", "section", "shape", "size")
+    __slots__ = ("category", "dtype", "freed_in", "line", "module", "op", "recomputed", "section", "shape", "size")
 
     def __init__(self, size: int, op: str, section: Section | None) -> None:
         self.size = size
         self.op = op
         self.section = section
         self.freed_in: Section | None = None
+        self.recomputed = False
         self.category: Category | None = None
         self.module = self.line = self.dtype = ""
         self.shape: tuple[int, ...] = ()
@@ -90,23 +91,24 @@ class Recorder(TorchDispatchMode, Observer):
 
     def gradients_made(self, step: TrainStep) -> None:
         """Know gradients by their owners."""
-        for parameter in step.parameters.values():
+        for name, parameter in step.parameters.items():
             if parameter.grad is not None:
-                self.belongs(parameter.grad, Category.GRADIENTS)
+                self.belongs(parameter.grad, Category.GRADIENTS, name)
         if step.wide is not None:
             for total in step.wide.sums.values():
                 self.belongs(total, Category.GRADIENTS)
 
     def state_made(self, step: TrainStep) -> None:
         """Know the optimizer's state by its owner. Without `fused`, the count of steps is a scalar on the host."""
-        for state in step.optimizer.state.values():
+        owners = {parameter: name for name, parameter in step.parameters.items()}
+        for parameter, state in step.optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 if name == "step" and not step.optimizer.defaults.get("fused"):
                     self.forget(value)
                 else:
-                    self.belongs(value, Category.OPTIMIZER)
+                    self.belongs(value, Category.OPTIMIZER, owners.get(parameter, ""))
 
     def decide(self, flag: torch.Tensor) -> bool:
         """A trace assumes that nothing overflows."""
@@ -174,6 +176,8 @@ class Recorder(TorchDispatchMode, Observer):
         made = _Made(size, func.__name__ if hasattr(func, "__name__") else str(func), self._section)
         made.module, made.line = place
         made.category = self._default if self._section is None else None
+        # forward inside backward: recomputation
+        made.recomputed = self._section is Section.BACKWARD and torch.is_grad_enabled()
         self.made.append(made)
         self.events.append(len(self.made))
         return made
@@ -189,24 +193,29 @@ class Recorder(TorchDispatchMode, Observer):
     def _free(self, key: int) -> None:
         number = self._live.pop(key, None)
         if number is not None:
-            self.made[number - 1].freed_in = self._section
+            made = self.made[number - 1]
+            made.freed_in = self._section
+            # backward proper runs without gradients; what it lets go was kept for it
+            made.recomputed = made.recomputed and not torch.is_grad_enabled()
             self.events.append(-number)
 
     def _place(self) -> tuple[str, str]:
         """The module under way; in backward, the one whose forward made the running node."""
         if torch._C._current_graph_task_id() == -1:
-            inside = self._modules and self._section in (Section.FORWARD, None)
-            return (self._modules[-1] if inside else "", "")
+            if self._section in (Section.LOSS, Section.CLIP, Section.OPTIMIZER):
+                return (self._section.value, "")
+            return (self._modules[-1] if self._modules else "", "")
         node = torch._C._current_autograd_node()
         if node is None:
             return ("", "")
         return node.metadata.get("place", ("", ""))
 
-    def belongs(self, tensor: torch.Tensor, category: Category) -> None:
-        """Settle the category of a storage that is known by its owner."""
+    def belongs(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Settle the category of a storage that is known by its owner, and whose it is."""
         number = self._live.get(tensor.untyped_storage()._cdata)
         if number is not None:
-            self.made[number - 1].category = category
+            made = self.made[number - 1]
+            made.category, made.module = category, name or made.module
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Take a storage off the tape that lives on the host in a real run."""
@@ -238,7 +247,7 @@ def _category(made: _Made) -> Category:
         return Category.INPUTS
     if made.section is Section.LOSS or made.module == "loss":
         return Category.LOSS
-    if made.section is Section.FORWARD and made.freed_in is not Section.FORWARD:
+    if made.recomputed or (made.section is Section.FORWARD and made.freed_in is not Section.FORWARD):
         return Category.ACTIVATIONS
     if made.section is Section.OPTIMIZER and made.freed_in is None:
         return Category.OPTIMIZER
@@ -258,6 +267,8 @@ def _own_line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
+        if file.endswith("/brimful/step/step.py"):  # called by autograd's engine: no line of a model
+            return ""
         if not any(part in file for part in _OWN_FILES):
             return f"{'/'.join(file.split('/')[-3:])}:{frame.f_lineno}"
         frame = frame.f_back

@@ -87,9 +87,16 @@ def _items(tape: Tape, live: set[int]) -> dict[str, int]:
 
 
 def _culprit(tape: Tape, event: int) -> Culprit:
+    """The op whose call made the peak, with all that the call took: an op on a list takes many tensors in a row."""
     allocation = tape.allocations[tape.events[event] - 1]
+    size, first = 0, event
+    while first >= 0 and tape.events[first] > 0:
+        made = tape.allocations[tape.events[first] - 1]
+        if (made.op, made.module) != (allocation.op, allocation.module):
+            break
+        size, first = size + made.size, first - 1
     phase = next((span.phase for span in tape.spans if span.start <= event < span.end), Phase.LOAD)
-    return Culprit(allocation.op, allocation.module, allocation.line, phase, allocation.size)
+    return Culprit(allocation.op, allocation.module, allocation.line, phase, size)
 
 
 def _largest(tape: Tape, live: set[int], most: int = 10) -> tuple[LiveTensor, ...]:

@@ -76,11 +76,12 @@ def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiproce
 
 
 def _own(recorder: Recorder, model: TrainModel) -> None:
-    """Tell adapters from frozen weights."""
-    trainable = model.trainable().values()
-    if len(trainable) < len(list(model.module.parameters())):
-        for parameter in trainable:
-            recorder.belongs(parameter, Category.ADAPTERS)
+    """Name the weights, and tell adapters from frozen ones."""
+    trainable = {id(parameter) for parameter in model.trainable().values()}
+    named = dict(model.module.named_parameters())
+    for name, parameter in named.items():
+        adapter = len(trainable) < len(named) and id(parameter) in trainable
+        recorder.belongs(parameter, Category.ADAPTERS if adapter else Category.WEIGHTS, name)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from brimful.step.attention import KERNELS, Demand, can_express, can_run_unpadde
 from brimful.step.batch import MicroBatch, Row, make_batch
 from brimful.step.model import TrainModel, build, materialise
 from brimful.step.optimizer import build_optimizer
+from brimful.step.positions import settle_positions
 from brimful.step.recompute import Recomputation, which_layers
 from brimful.step.source import ModelSource, find_source
 from brimful.step.step import LossChoice, Observer, TrainStep
@@ -70,6 +71,7 @@ def assemble(
     materialise(model, target.tensor_device)
     if fill is not None:
         fill(model)
+    settle_positions(model.module, run.data.max_length, fill=not target.traced)
     model.module.train()
     dropout.install(model.module)
     kernel_dropout = not target.traced and attention_dropout(model.source) > 0
