@@ -95,10 +95,15 @@ def capacities(found: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for name, row in found.items():
-        low = f"{row['dies_at'] / GIB:.3f}" if row.get("dies_at") else "–"
+        if not row.get("smallest"):
+            continue
+        forecast, survived, died = row["smallest"], row["survives_at"], row["dies_at"]
+        high, low = (f"{size / GIB:.3f}" if size else "–" for size in (survived, died))
+        survives = survived is not None and survived <= 1.02 * forecast
+        dies = died is not None and died >= 0.96 * forecast
         lines.append(
-            f"| {name} | {row['forecast'] / GIB:.3f} | {row['survives_at'] / GIB:.3f} | {low} "
-            f"| {'yes' if row['at_1.02'] else '**no**'} | {'yes' if row['dies_at_0.96'] else '**no**'} |"
+            f"| {name} | {forecast / GIB:.3f} | {high} | {low} | {'yes' if survives else '**no**'} "
+            f"| {'yes' if dies else '**no**'} |"
         )
     return [*lines, ""]
 
@@ -148,7 +153,7 @@ def main() -> None:
             "Found on the GPU by bisection under `set_per_process_memory_fraction`.",
             "",
         ]
-        lines += capacities(capacity)
+        lines += capacities(capacity["rows"])
     if other := load("peers.json"):
         lines += [
             "## Other tools on the known set",

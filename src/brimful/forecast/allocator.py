@@ -59,7 +59,11 @@ def replay(tape: Tape, settings: Settings = DEFAULT, capacity: int | None = None
         died_at=run.died_at,
         retries=run.allocator.retries,
         phases=tuple(
-            PhasePeak(span.phase, _peak_within(run.allocated, span), _peak_within(run.reserved, span))
+            PhasePeak(
+                span.phase,
+                _peak_within(run.allocated, span, run.died_at),
+                _peak_within(run.reserved, span, run.died_at),
+            )
             for span in tape.spans
         ),
     )
@@ -159,9 +163,11 @@ def _rounded(tape: Tape, settings: Settings) -> list[int]:
     return [known[allocation.size] for allocation in tape.allocations]
 
 
-def _peak_within(levels: Sequence[int], span: Span) -> int:
-    """The highest level of a span, the level at which it begins included."""
-    return max(levels[max(0, span.start - 1) : span.end], default=0) if span.start <= len(levels) else 0
+def _peak_within(levels: Sequence[int], span: Span, died_at: int | None) -> int:
+    """The highest level of a span, the level at which it begins included; 0 where the replay died before it."""
+    if died_at is not None and span.start >= died_at:
+        return 0
+    return max(levels[max(0, span.start - 1) : span.end], default=0)
 
 
 class _Run:

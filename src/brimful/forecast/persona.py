@@ -16,6 +16,7 @@ from brimful.forecast.reductions import Multiprocessors, reduction_buffers
 aten = torch.ops.aten
 MIB = 1 << 20
 CUBLASLT_WORKSPACE = MIB
+SORTED_ABOVE = 3072  # tokens; the embedding's gradient sorts them from there on
 MATRIX_PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
 }  # fmt: skip
@@ -28,6 +29,7 @@ HOST_OUTPUTS: dict[Any, Sequence[int]] = {aten._efficient_attention_forward.defa
 Groups = Sequence[Sequence[int]]  # sizes that live together; one group is gone before the next begins
 Rule = Callable[[Sequence[Any], dict[str, Any], Any], Groups]
 RULES: dict[Any, Rule] = {}
+HELD: dict[Any, Callable[[Sequence[Any]], tuple[Groups, Sequence[int]]]] = {}
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {}
@@ -38,6 +40,16 @@ def stand_in(operation: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         STAND_INS[operation] = function
+        return function
+
+    return register
+
+
+def held(operation: Any) -> Callable[[Any], Any]:
+    """Say what an operation takes before it makes its outputs."""
+
+    def register(function: Any) -> Any:
+        HELD[operation] = function
         return function
 
     return register
@@ -99,6 +111,11 @@ class Persona:
             return [reduction_buffers(args[0], dims, self.multiprocessors)]
         found = RULES.get(func)
         return found(args, kwargs, out) if found is not None else ()
+
+    def held(self, func: Any, args: Sequence[Any]) -> tuple[Groups, Sequence[int]]:
+        """What a kernel takes before it makes its outputs: groups that are gone by then, and what it holds on to."""
+        found = HELD.get(func)
+        return found(args) if found is not None else ((), ())
 
     def on_host(self, func: Any) -> Sequence[int]:
         """Which outputs of an operation CUDA leaves on the host."""
@@ -167,11 +184,11 @@ def _flash_forward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Gro
     return [(16,)] if args[7] > 0 else ()
 
 
-@rule(aten._foreach_norm.Scalar)
-def _foreach_norm(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Groups:
+@held(aten._foreach_norm.Scalar)
+def _foreach_norm(args: Sequence[Any]) -> tuple[Groups, Sequence[int]]:
     """A partial result per chunk of 65,536 elements, for as many chunks as the largest tensor has, for every tensor."""
     chunks = max(-(-tensor.numel() // 65536) for tensor in args[0])
-    return [(4 * len(args[0]) * chunks,)]
+    return (), (4 * len(args[0]) * chunks,)
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -179,10 +196,19 @@ def _embedding_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     """Above 3,072 tokens they are sorted by their index, and partial sums are made in fp32 for runs of ten."""
     grad, indices, vocabulary = args[0], args[1], args[2]
     tokens, width = indices.numel(), _round(grad.shape[-1], 32)
-    if tokens <= 3072:
+    if tokens <= SORTED_ABOVE:
         return ()
     partial = tokens // 10 + min(tokens, vocabulary)
-    return [(*(8 * tokens,) * 5, 8 * partial, 4 * partial * width)]
+    return [(8 * tokens, 8, 8 * tokens, 8 * tokens, 8, 8 * partial, 4 * partial * width)]
+
+
+@held(aten.embedding_dense_backward.default)
+def _embedding_sort(args: Sequence[Any]) -> tuple[Groups, Sequence[int]]:
+    """The sorted indices and where each came from; while sorting also a range and the sort's own memory."""
+    tokens = args[1].numel()
+    if tokens <= SORTED_ABOVE:
+        return (), ()
+    return [(8 * tokens, 16 * tokens + tokens // 4 + 16896)], (8 * tokens, 8 * tokens)
 
 
 @stand_in(aten.native_layer_norm.default)
@@ -192,3 +218,16 @@ def _layer_norm(source: torch.Tensor, shape: Sequence[int], *_: Any) -> tuple[to
     wide = torch.promote_types(source.dtype, torch.float32)
     statistics = (torch.empty(kept, dtype=wide, device=source.device) for _ in range(2))
     return (torch.empty(source.shape, dtype=source.dtype, device=source.device), *statistics)
+
+
+@stand_in(aten._grouped_mm.default)
+def _grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any, **__: Any
+) -> torch.Tensor:
+    """PyTorch's fake implementation takes bf16 alone; CUDA falls back to one product a group for other types."""
+    if left.dim() == 2 and right.dim() == 2:
+        assert offsets is not None
+        shape = (offsets.numel(), left.shape[0], right.shape[1])
+    else:
+        shape = (*left.shape[:-1], right.shape[-1])
+    return left.new_empty(shape)

@@ -150,6 +150,10 @@ class Recorder(TorchDispatchMode, Observer):
         if self._section is Section.HOST:
             return out
         place: tuple[str, str] | None = None
+        passing, held = self.persona.held(func, args)
+        numbers = [self._take(func, size) for size in held]
+        for sizes in passing:
+            self._pass_through(func, sizes, self._place())
         hosted = self.persona.on_host(func)
         for position, tensor in enumerate(_tensors(out)):
             if position in hosted:
@@ -170,6 +174,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._add(size, func, place or self._place()).category = Category.WORKSPACE
         for sizes in self.persona.temporaries(func, args, kwargs or {}, out):
             self._pass_through(func, sizes, place or self._place())
+        self.events.extend(-number for number in reversed(numbers))
         return out
 
     def _add(self, size: int, func: Any, place: tuple[str, str]) -> _Made:
@@ -184,11 +189,12 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _pass_through(self, func: Any, sizes: Sequence[int], place: tuple[str, str]) -> None:
         """Memory that a kernel takes for itself and returns before it ends."""
-        numbers = []
-        for size in sizes:
-            self._add(size, func, place).category = Category.TEMPORARIES
-            numbers.append(len(self.made))
+        numbers = [self._take(func, size, place) for size in sizes]
         self.events.extend(-number for number in reversed(numbers))
+
+    def _take(self, func: Any, size: int, place: tuple[str, str] | None = None) -> int:
+        self._add(size, func, place or self._place()).category = Category.TEMPORARIES
+        return len(self.made)
 
     def _free(self, key: int) -> None:
         number = self._live.pop(key, None)

@@ -274,11 +274,12 @@ def fill_from(layer: NF4Linear, pieces: Iterable[Tensor]) -> None:
     """
     code, nested_code = torch.tensor(NF4), torch.tensor(_dynamic_code())
     packed, absmax = layer.weight.detach().view(-1), torch.empty(layer.absmax.numel())
-    place = 0
+    place, buffer = 0, torch.empty(0, dtype=torch.uint8)
     with ThreadPoolExecutor(_threads()) as pool:
         for piece in pieces:
             count = piece.numel()
-            half, scales = torch.empty(-(-count // 2), dtype=torch.uint8), absmax[place // BLOCK :]
+            buffer = buffer.resize_(max(buffer.numel(), -(-count // 2)))
+            half, scales = buffer[: -(-count // 2)], absmax[place // BLOCK :]
             list(pool.map(partial(_pack, piece, code, half, scales), range(0, count, _AT_ONCE)))
             packed[place // 2 : place // 2 + half.numel()].copy_(half)
             place += count

@@ -88,13 +88,14 @@ class Described8bitAdamW(torch.optim.Optimizer):
                     self._make_state(p)
 
     def _make_state(self, p: nn.Parameter) -> None:
+        if "maps" not in self.defaults:
+            self.defaults["maps"] = [torch.zeros(256, device=p.device) for _ in range(2)]
         small = p.numel() < SMALLEST_8BIT
         large = p.numel() >= 100_000  # bitsandbytes pages only what is worth it
         for moment in ("state1", "state2"):
             if not (self.paged and large):
                 self.state[p][moment] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
-            if not small:
-                blocks = -(-p.numel() // BLOCK_8BIT)
-                self.state[p][f"absmax_{moment}"] = torch.zeros(blocks, dtype=torch.float32, device=p.device)
-        if not small and "maps" not in self.defaults:
-            self.defaults["maps"] = [torch.zeros(256, device=p.device) for _ in range(2)]
+        if not small:
+            blocks = -(-p.numel() // BLOCK_8BIT)
+            for moment in ("absmax1", "absmax2"):
+                self.state[p][moment] = torch.zeros(blocks, dtype=torch.float32, device=p.device)
