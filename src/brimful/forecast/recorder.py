@@ -231,8 +231,13 @@ class Recorder(TorchDispatchMode, Observer):
 
     def tape(self) -> Tape:
         """What was recorded, with every category settled."""
+        lines: dict[str, str] = {}  # backward has no line of its own: the one where its module's forward was
+        for m in self.made:
+            if m.line:
+                lines.setdefault(m.module, m.line)
         allocations = tuple(
-            Allocation(m.size, _category(m), m.op, m.module, m.shape, m.dtype, m.line) for m in self.made
+            Allocation(m.size, _category(m), m.op, m.module, m.shape, m.dtype, m.line or lines.get(m.module, ""))
+            for m in self.made
         )
         gone = {i + 1 for i, m in enumerate(self.made) if m.size == 0}
         if not gone:

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 
 from brimful import __version__
-from brimful.catalog.gpus import get_gpu
+from brimful.catalog.gpus import Gpu, get_gpu
 from brimful.core.forecast import Culprit, Forecast, LiveTensor
 from brimful.core.runfile import RunFile, to_mapping
 from brimful.core.tape import Category, Phase, Tape
@@ -49,16 +49,18 @@ def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
         trainable_parameters=traced.trainable_parameters,
         total_parameters=traced.total_parameters,
         host_ram=traced.loading.peak,
-        notes=_notes(card),
+        notes=_notes(gpu),
         versions=_versions(),
         trace_s=time.perf_counter() - started,
     ), tape
 
 
-def _notes(card: object) -> tuple[str, ...]:
-    if card is not None and not card.measured:
-        return (f"{card.name}: this generation was never measured; its kernels are taken to behave as a Hopper's",)
-    return ()
+def _notes(gpu: Gpu | None) -> tuple[str, ...]:
+    if gpu is None or gpu.measured:
+        return ()
+    if gpu.capability == get_gpu(REFERENCE).capability:
+        return (f"{gpu.title}: its generation was measured, on an H200; its own memory and context were not",)
+    return (f"{gpu.title}: this generation was never measured; its kernels are taken to behave as a Hopper's",)
 
 
 def _versions() -> dict[str, str]:

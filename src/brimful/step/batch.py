@@ -7,9 +7,8 @@ from itertools import accumulate
 import torch
 
 from brimful.step.dropout import token_keys
+from brimful.step.loss import IGNORE
 from brimful.step.target import Target
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -123,21 +122,21 @@ def make_batch(
         if uneven := [row for row in rows if len(row.labels) != len(row.tokens)]:
             row = uneven[0]
             raise ValueError(f"row {row.id} has {len(row.tokens)} tokens and {len(row.labels)} labels")
-        shifted = [(*row.labels[1:], IGNORED) for row in rows]
-        count = sum(label != IGNORED for row in shifted for label in row)
-        return MicroBatch(ids, torch.tensor(_flat(shifted, width, IGNORED)), layout, keys, count)
+        shifted = [(*row.labels[1:], IGNORE) for row in rows]
+        count = sum(label != IGNORE for row in shifted for label in row)
+        return MicroBatch(ids, torch.tensor(_flat(shifted, width, IGNORE)), layout, keys, count)
     targets = _layout([len(row.labels) for row in rows], padded, multiple)
     target_width = targets.width if padded else None
-    starts = [(decoder_start, *(pad if label == IGNORED else label for label in row.labels[:-1])) for row in rows]
+    starts = [(decoder_start, *(pad if label == IGNORE else label for label in row.labels[:-1])) for row in rows]
     padding = None
     if layout.has_padding:
         padding = torch.arange(layout.width)[None, :] >= torch.tensor(layout.lengths)[:, None]
     return MicroBatch(
         input_ids=ids,
-        labels=torch.tensor(_flat([row.labels for row in rows], target_width, IGNORED)),
+        labels=torch.tensor(_flat([row.labels for row in rows], target_width, IGNORE)),
         layout=layout,
         keys=keys,
-        target_count=sum(label != IGNORED for row in rows for label in row.labels),
+        target_count=sum(label != IGNORE for row in rows for label in row.labels),
         decoder_input_ids=_shape(_flat(starts, target_width, pad), targets),
         decoder_layout=targets,
         decoder_keys=_keys(rows, targets, seed, step),

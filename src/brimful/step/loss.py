@@ -1,7 +1,7 @@
-"""The loss contract: a micro-batch returns the sum of its token losses and the count of its target tokens.
+"""The loss contract: a micro-batch returns the sum of its token losses.
 
-Nothing here normalises; the step divides by the step's count, so that a loss does not depend on slicing. Labels are
-already shifted by the caller, and `IGNORE` marks the positions that are no target.
+Nothing here normalises; the step divides by the step's count of targets, which the host knows from the rows, so that a
+loss does not depend on slicing. Labels are already shifted by the caller; `IGNORE` marks positions that are no target.
 
 `plain` keeps all logits and lets autograd do the rest: 12 to 14 bytes per logit. `linear_cross_entropy` walks over the
 tokens in chunks, computes a chunk's logits, their loss and at once their gradient, and keeps only what is as large as
@@ -11,10 +11,10 @@ the hidden states or the head. Both know what a model may do to its logits: soft
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from brimful.core.errors import MissingPackage
@@ -24,62 +24,6 @@ Kernel = Literal["torch", "liger"]
 
 # Rows of the head's gradient computed at a time where the GPU cannot accumulate a product in fp32 by itself.
 _HEAD_ROWS = 8192
-
-
-class TokenLoss(NamedTuple):
-    """Sum of token losses (fp32 or fp64, differentiable) and number of target tokens; both stay on the device."""
-
-    total: Tensor
-    count: Tensor
-
-
-class Loss(Protocol):
-    """From the last hidden states, the head and the shifted labels to a micro-batch's loss."""
-
-    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> TokenLoss: ...
-
-
-@dataclass(frozen=True)
-class PlainLoss:
-    """`plain` with the constants of one model; right for every head, adapted or not."""
-
-    softcap: float | None = None
-    scale: float = 1.0
-
-    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> TokenLoss:
-        return TokenLoss(plain(hidden, head, labels, softcap=self.softcap, scale=self.scale), count_targets(labels))
-
-
-@dataclass(frozen=True)
-class LinearLoss:
-    """`linear_cross_entropy` with the constants of one model; `chunk` None means `default_chunk`."""
-
-    kernel: Kernel = "torch"
-    chunk: int | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-
-    def __call__(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> TokenLoss:
-        if type(head) is not nn.Linear:
-            raise TypeError(f"a loss that multiplies by the head's weight itself would bypass what {type(head)} adds")
-        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        chunk = self.chunk or default_chunk(hidden.shape[0], hidden.shape[1], head.out_features)
-        total = linear_cross_entropy(
-            hidden,
-            head.weight,
-            head.bias,
-            targets,
-            chunk=chunk,
-            kernel=self.kernel,
-            softcap=self.softcap,
-            scale=self.scale,
-        )
-        return TokenLoss(total, count_targets(labels))
-
-
-def count_targets(labels: Tensor) -> Tensor:
-    """How many labels are targets, as a tensor: reading it would wait for the device."""
-    return (labels != IGNORE).sum()
 
 
 def default_chunk(tokens: int, hidden: int, vocab: int) -> int:
