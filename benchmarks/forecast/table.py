@@ -108,21 +108,25 @@ def capacities(found: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def peers(found: dict[str, Any], measured: dict[str, Any]) -> list[str]:
-    """What other tools say of the same runs."""
-    lines = ["| tool | can say | median error | worst | too low |", "|---|---|---|---|---|"]
-    for tool in TOOLS:
-        e = []
-        for name, row in found["rows"].items():
-            if name in measured and "allocated" in measured[name] and "bytes" in row.get(tool, {}):
-                e.append(row[tool]["bytes"] / measured[name]["reserved"] - 1)
-        if e:
-            size = sorted(abs(x) for x in e)
-            low = sum(x < -0.03 for x in e)
-            said = f"{len(e)} of {len(found['rows'])}"
-            lines.append(f"| {tool} | {said} | {statistics.median(size):.0%} | {size[-1]:.0%} | {low} |")
-        else:
-            lines.append(f"| {tool} | 0 of {len(found['rows'])} | – | – | – |")
+def peers(found: dict[str, Any], known: dict[str, Any], measured: dict[str, Any]) -> list[str]:
+    """What other tools say of the same runs, each against the figure that it means to give."""
+    lines = [
+        "| tool | against | can say | of them, ignores something | median error | worst | says less than it takes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    answers = {tool: {n: r.get(tool, {}) for n, r in found["rows"].items()} for tool in TOOLS}
+    answers["brimful"] = {n: {"bytes": f["reserved"]} if "reserved" in f else {} for n, f in known.items()}
+    for tool, rows_of_tool in answers.items():
+        against = "allocated" if tool == "memtracker" else "reserved"
+        said = {n: a for n, a in rows_of_tool.items() if "bytes" in a and against in measured.get(n, {})}
+        notes = sum("note" in a for a in said.values())
+        e = [a["bytes"] / measured[n][against] - 1 for n, a in said.items()]
+        size, low = sorted(abs(x) for x in e), sum(x < -0.03 for x in e)
+        version = found["versions"].get(tool, "")
+        lines.append(
+            f"| {tool} {version} | {against} | {len(e)} of {len(measured)} | {notes} "
+            f"| {statistics.median(size):.1%} | {size[-1]:.0%} | {low} |"
+        )
     return [*lines, ""]
 
 
@@ -161,7 +165,7 @@ def main() -> None:
             "Each as its own documentation says, against the reserved memory that was measured.",
             "",
         ]
-        lines += peers(other, measured["rows"])
+        lines += peers(other, known, measured["rows"])
     lines += ["## The known set, row by row", "", *rows(known, measured["rows"])]
     if held_measured:
         lines += ["## The held-out set, row by row", "", *rows(held, held_measured["rows"])]
