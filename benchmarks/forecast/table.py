@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 GIB = 1 << 30
 TOOLS = ("accelerate", "deepspeed", "memtracker", "fitcheck")
+PACKAGES = {"memtracker": "torch", "fitcheck": "fitcheck-llm"}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def peers(found: dict[str, Any], known: dict[str, Any], measured: dict[str, Any]
         notes = sum("note" in a for a in said.values())
         e = [a["bytes"] / measured[n][against] - 1 for n, a in said.items()]
         size, low = sorted(abs(x) for x in e), sum(x < -0.03 for x in e)
-        version = found["versions"].get(tool, "")
+        version = found["versions"].get(PACKAGES.get(tool, tool), "")
         lines.append(
             f"| {tool} {version} | {against} | {len(e)} of {len(measured)} | {notes} "
             f"| {statistics.median(size):.1%} | {size[-1]:.0%} | {low} |"
