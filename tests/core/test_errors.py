@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from brimful.core import errors
@@ -22,3 +24,9 @@ def test_a_missing_package_prints_its_install_line() -> None:
     error = MissingPackage("bitsandbytes", "measuring qlora", extra="cuda")
     assert error.hint == "pip install 'brimful[cuda]'"
     assert error.exit_code == 7
+
+
+def test_the_documentation_lists_every_exit_code_with_its_meaning() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text("utf-8")
+    for code, meaning in EXIT_CODES.items():
+        assert f"| {int(code)} | {meaning} |" in page

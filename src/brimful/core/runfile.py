@@ -201,7 +201,9 @@ class Pin:
     )
     loss: str | None = key("plain, fused or chunked", one_of("plain", "fused", "chunked"), None)
     loss_chunk: int | None = key("tokens in one chunk of the chunked loss", whole, None)
-    attention: str | None = key("attention implementation, such as sdpa or eager", text, None)
+    attention: str | None = key(
+        "attention kernel: flash, efficient or exact; absent: the fastest that can express the model's", text, None
+    )
     optimizer_impl: str | None = key("foreach or fused", one_of("foreach", "fused"), None)
     allocator: str | None = key("settings of PyTorch's allocator, such as expandable_segments:True", text, None)
 

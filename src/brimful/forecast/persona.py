@@ -72,13 +72,7 @@ class Persona:
 
     capability: tuple[int, int]
     multiprocessors: Multiprocessors
-    torch_version: tuple[int, int] = (2, 11)
     _handles: set[tuple[str, str]] = field(default_factory=set)
-
-    @property
-    def measured(self) -> bool:
-        """Whether the rules were ever checked on a card of this generation."""
-        return self.capability == (9, 0)
 
     @property
     def cublas_workspace(self) -> int:

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 from brimful import __version__
 from brimful.catalog.gpus import Gpu, get_gpu
+from brimful.core.errors import UsageError
 from brimful.core.forecast import Culprit, Forecast, LiveTensor
 from brimful.core.runfile import RunFile, to_mapping
 from brimful.core.tape import Category, Phase, Tape
@@ -17,6 +18,10 @@ REFERENCE = "h200"  # the card that the rules were measured on stands in where n
 def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
     """Forecast one run; the card comes from the run file, and without one there is no verdict."""
     started = time.perf_counter()
+    if run.hardware.count > 1:
+        raise UsageError(
+            f"hardware.count is {run.hardware.count}: a forecast is for one GPU so far", hint="set it to 1"
+        )
     gpu = get_gpu(run.hardware.gpu) if run.hardware.gpu else None
     settings = Settings.parse(run.pin.allocator or "")
     from brimful.forecast.reductions import Multiprocessors

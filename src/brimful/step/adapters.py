@@ -18,6 +18,8 @@ def adapt(model: TrainModel, method: str, lora: Lora, precision: Precision) -> T
     """Freeze, quantise and wrap the model as the method asks; `full` and `scratch` train everything."""
     if method in ("full", "scratch"):
         return model
+    if lora.source is not None:
+        raise UsageError("lora.from: continuing from an adapter is not there yet", hint="leave lora.from out")
     if method == "qlora":
         if lora.variant == "dora":
             raise UsageError("DoRA needs the base weights whole", hint="use variant: lora or rslora with qlora")
