@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from brimful.catalog.gpus import get_gpu
 from brimful.core.forecast import Forecast, Verdict
 from brimful.core.runfile import from_mapping
 from brimful.core.tape import Category, Phase, Tape
 from brimful.forecast import forecast
 from brimful.forecast.budget import judge
+from brimful.forecast.summary import _notes
 from brimful.report.as_json import to_json, to_plain
 
 LLAMA = {
@@ -192,6 +194,15 @@ def test_a_forecast_survives_json() -> None:
     assert plain == to_plain(found)
     assert plain["allocated"] == found.allocated
     assert from_mapping(plain["job"]) == from_mapping(found.job)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"), [("a10g", "generation was never measured"), ("h100-80", "measured, on an H200")]
+)
+def test_a_card_that_was_never_measured_is_told(gpu: str, said: str) -> None:
+    (note,) = _notes(get_gpu(gpu))
+    assert said in note
+    assert _notes(get_gpu("h200")) == _notes(None) == ()
 
 
 # against a GPU

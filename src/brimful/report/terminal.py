@@ -89,8 +89,6 @@ def _verdict(forecast: Forecast) -> list[Text]:
             Verdict.NO: f"{apart} too much",
         }[word]
         head.append(f"  {card.name}, after its context: {reason}")
-        if not card.measured and not forecast.notes:
-            head.append("  (never measured)", "yellow")
     figures = (
         ("allocated", forecast.allocated),
         ("reserved", forecast.reserved),
