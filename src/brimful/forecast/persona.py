@@ -225,3 +225,9 @@ def _grouped_product(
     else:
         shape = (*left.shape[:-1], right.shape[-1])
     return left.new_empty(shape)
+
+
+@stand_in(aten._fused_sgd_.default)
+@stand_in(aten._fused_adamw_.default)
+def _fused_update(*_: Any, **__: Any) -> None:
+    """They change tensors in place and take nothing; without a fake implementation PyTorch would run them for real."""
