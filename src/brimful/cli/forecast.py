@@ -33,6 +33,11 @@ def forecast(
         from brimful.forecast import forecast as make_forecast
 
         result, tape = make_forecast(run)
+    if timeline is not None:
+        from brimful.report import timeline as page
+
+        page.write(timeline, result, tape)
+        side.print(f"wrote {timeline}", highlight=False, soft_wrap=True)
     if as_json:
         from brimful.report.as_json import to_json
 
@@ -41,10 +46,5 @@ def forecast(
         from brimful.report.terminal import show_forecast
 
         show_forecast(result, Console())
-    if timeline is not None:
-        from brimful.report import timeline as page
-
-        page.write(timeline, result, tape)
-        side.print(f"wrote {timeline}", highlight=False, soft_wrap=True)
     if result.verdict is Verdict.NO:
         raise typer.Exit(ExitCode.NOTHING_FITS)
