@@ -1,8 +1,8 @@
 """What is wrong with a request is said in one line, with what to do next, before memory is taken."""
 
 import json
+import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,15 +39,14 @@ def test_an_unreachable_hub_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(UnknownName, lambda: find_source("mistralai/Mistral-7B-v9"), "could not be reached", "did you mean")
 
 
-def test_a_hub_that_refuses_connections_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
-    import huggingface_hub
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise httpx.ConnectError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    refused(UnknownName, lambda: find_source("someone/thing"), "could not be reached", "ConnectError")
+def test_a_hub_that_refuses_connections_is_said_without_trying_again(monkeypatch: pytest.MonkeyPatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    with socket.socket() as closed:  # bound and not listening: connections are refused
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(UnknownName) as caught:
+            find_source("nobody/nothing")
+    assert "could not be reached" in str(caught.value.hint)
+    assert "Retry" not in caplog.text
 
 
 def test_a_path_that_is_neither_folder_nor_hub_id_is_not_blamed_on_the_hub() -> None:

@@ -115,7 +115,7 @@ def _ask_hub(model: str, trust_remote_code: bool) -> Any:
     )
 
     try:
-        path = Path(hf_hub_download(model, "config.json"))
+        path = Path(hf_hub_download(model, "config.json", local_files_only=not _hub_answers()))
     except GatedRepoError as error:
         raise ModelError(f"{model} is gated", hint="accept its licence on the hub and set HF_TOKEN") from error
     except HFValidationError as error:
@@ -131,6 +131,20 @@ def _ask_hub(model: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # the client raises many kinds for an unreachable network
         raise UnknownName("model", model, model_names(), hint=f"{_OFFLINE} ({type(error).__name__})") from error
     return _read_folder(path.parent, trust_remote_code, hub_id=model)
+
+
+def _hub_answers() -> bool:
+    """One quick question: the hub's client would try for half a minute before it says that nobody is there."""
+    import httpx
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
 def _import_class(model: str) -> type:
