@@ -231,3 +231,9 @@ def _grouped_product(
 @stand_in(aten._fused_adamw_.default)
 def _fused_update(*_: Any, **__: Any) -> None:
     """They change tensors in place and take nothing; without a fake implementation PyTorch would run them for real."""
+
+
+@stand_in(aten._unsafe_view.default)
+def _unsafe_view(source: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """The same storage under another shape; PyTorch's fake implementation is right but never cached, and slow."""
+    return aten.view.default(source, size)
