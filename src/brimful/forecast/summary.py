@@ -1,5 +1,6 @@
 """The forecast: trace, replay, itemise, judge."""
 
+import threading
 import time
 from collections import defaultdict
 
@@ -12,6 +13,7 @@ from brimful.core.tape import Category, Phase, Tape
 from brimful.forecast.allocator import Settings, replay, smallest_capacity
 from brimful.forecast.budget import card_of, judge
 
+_ONE_AT_A_TIME = threading.Lock()  # a trace overrides what belongs to the whole process; in parallel, use processes
 REFERENCE = "h200"  # the card that the rules were measured on stands in where none is named
 
 
@@ -29,7 +31,8 @@ def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
 
     card_like = gpu or get_gpu(REFERENCE)
     multiprocessors = Multiprocessors(card_like.multiprocessors, card_like.threads_per_multiprocessor)
-    traced = trace(run, card_like.capability, multiprocessors)
+    with _ONE_AT_A_TIME:
+        traced = trace(run, card_like.capability, multiprocessors)
     tape = traced.tape
     result = replay(tape, settings)
     smallest = smallest_capacity(tape, settings)

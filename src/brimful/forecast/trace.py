@@ -88,8 +88,10 @@ def _own(recorder: Recorder, model: TrainModel) -> None:
 def _no_garbage() -> Iterator[None]:
     """Reference counts decide when memory is let go, as in a real run; the collector would only blur it."""
     gc.collect()
+    before = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if before:
+            gc.enable()

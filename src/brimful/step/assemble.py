@@ -32,7 +32,7 @@ class Slicing:
 def slicing(run: RunFile) -> Slicing:
     """The micro-batch that the run file pins, or the whole batch at once."""
     sequences = run.batch.sequences or max(1, run.batch.tokens // run.data.max_length)
-    rows = run.pin.micro_batch or sequences
+    rows = min(run.pin.micro_batch or sequences, sequences)
     return Slicing(rows, -(-sequences // rows))
 
 
@@ -74,14 +74,13 @@ def assemble(
     settle_positions(model.module, run.data.max_length, fill=not target.traced)
     model.module.train()
     dropout.install(model.module)
-    kernel_dropout = not target.traced and attention_dropout(model.source) > 0
     layers = which_layers(run.pin.recompute, len(model.layers))
     return TrainStep(
         model,
         partial(build_optimizer, spec=run.optimizer, groups=run.groups, impl=run.pin.optimizer_impl, target=target),
         precision=run.precision,
         target=target,
-        recompute=Recomputation(model.layers, layers, kernel_dropout=kernel_dropout),
+        recompute=Recomputation(model.layers, layers, keep_generator=not target.traced),
         loss=LossChoice(run.pin.loss or "plain", run.pin.loss_chunk),
         clip=run.optimizer.clip,
         attention=run.pin.attention,
@@ -103,6 +102,12 @@ def check(run: RunFile, model: TrainModel, target: Target) -> None:
         )
     if padded(run):
         return
+    recurrent = set(getattr(source.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if recurrent:
+        raise UsageError(
+            f"{source.name} has layers ({', '.join(sorted(recurrent))}) that would carry one row into the next",
+            hint="use layout: padded",
+        )
     if source.custom is not None:
         if not getattr(model.base, "supports_unpadded", False):
             raise UsageError(
@@ -131,12 +136,6 @@ def attention_demand(run: RunFile, model: TrainModel) -> Demand:
         softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         sinks=any(name.endswith(".sinks") for name, _ in model.module.named_parameters()),
     )
-
-
-def attention_dropout(source: ModelSource) -> float:
-    """Dropout on attention probabilities, which a fused kernel draws from the device's generator."""
-    names = ("attention_dropout", "attn_pdrop", "dropout_rate")
-    return max((getattr(source.config, name, 0.0) or 0.0 for name in names), default=0.0)
 
 
 def padded(run: RunFile) -> bool:

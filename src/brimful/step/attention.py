@@ -28,6 +28,7 @@ class Demand:
     bias: bool = False
     softcap: bool = False
     sinks: bool = False
+    value_size: int | None = None  # where values are not as wide as queries
 
 
 KERNELS = ("flash", "efficient", "exact")
@@ -42,7 +43,8 @@ def can_express(kernel: str, demand: Demand, target: Target) -> bool:
     ampere = target.capability >= (8, 0)
     if kernel == "flash":
         half = demand.dtype in (torch.float16, torch.bfloat16)
-        return half and ampere and demand.head_size <= 256 and demand.head_size % 8 == 0 and not demand.bias
+        fits = demand.head_size <= 256 and demand.head_size % 8 == 0 and demand.value_size in (None, demand.head_size)
+        return half and ampere and fits and not demand.bias
     return demand.dtype in (torch.float16, torch.float32) or (demand.dtype == torch.bfloat16 and ampere)
 
 
@@ -86,10 +88,36 @@ def _efficient(query, key, value, layout: Layout, *, causal, scale, dropout, win
     starts = longest = None
     if not layout.padded:
         starts, longest = layout.row_starts, max(layout.lengths)
+    mask = CAUSAL_FROM_TOP_LEFT if causal else 0
+    if window is not None:
+        return _WindowedEfficient.apply(query, key, value, starts, longest, dropout, mask, scale, window)
     return torch.ops.aten._efficient_attention_forward(
-        query, key, value, bias, starts, starts, longest, longest, dropout,
-        CAUSAL_FROM_TOP_LEFT if causal else 0, torch.is_grad_enabled(), scale=scale, window_size=window,
-    )[0]  # fmt: skip
+        query, key, value, bias, starts, starts, longest, longest, dropout, mask, torch.is_grad_enabled(), scale=scale
+    )[0]
+
+
+class _WindowedEfficient(torch.autograd.Function):
+    """PyTorch's own derivative of this kernel forgets the window, which makes wrong gradients; this one does not."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, starts, longest, dropout, mask, scale, window):
+        out, sums, seed, offset, longest_q, longest_k = torch.ops.aten._efficient_attention_forward(
+            query, key, value, None, starts, starts, longest, longest, dropout, mask, True,
+            scale=scale, window_size=window,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, starts, out, sums, seed, offset)
+        ctx.options = (longest_q, longest_k, dropout, mask, scale, window)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, starts, out, sums, seed, offset = ctx.saved_tensors
+        longest_q, longest_k, dropout, mask, scale, window = ctx.options
+        grads = torch.ops.aten._efficient_attention_backward(
+            grad, query, key, value, None, out, starts, starts, longest_q, longest_k, sums, dropout, seed, offset, mask,
+            False, scale=scale, window_size=window,
+        )  # fmt: skip
+        return (*grads[:3], *(None,) * 6)
 
 
 def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
@@ -137,17 +165,30 @@ def _exact_rows(query, key, value, layout: Layout, query_keys, **options):
     return torch.cat(pieces, 1)
 
 
-def _bias(role: str, position_bias, padding, dtype):
-    """The additive bias of T5: relative positions, and minus infinity where the encoder's rows are padded."""
-    if role == "cross":
-        position_bias = None  # transformers passes zeros there
-    if position_bias is not None:
-        position_bias = position_bias.to(dtype)
-    if padding is None or role == "decoder":
+def shared_bias(role: str, position_bias: torch.Tensor) -> torch.Tensor:
+    """T5's bias of relative positions as the kernel wants it, with the encoder's padding in it.
+
+    T5 makes it once, transposed, and all layers share it: put straight, cast and masked here, it costs that once.
+    """
+    now = context.current()
+    position_bias = position_bias.contiguous()
+    if now.compute is not None:
+        position_bias = position_bias.to(now.compute)
+    if role != "encoder" or now.batch.padding is None:
         return position_bias
+    return position_bias + _mask(now.batch.padding, position_bias.dtype)
+
+
+def _mask(padding: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
-    mask = mask.masked_fill(padding, torch.finfo(dtype).min)[:, None, None, :]
-    return mask if position_bias is None else position_bias + mask
+    return mask.masked_fill(padding, torch.finfo(dtype).min)[:, None, None, :]
+
+
+def _bias(role: str, position_bias, padding, dtype):
+    """The additive bias of an attention: T5's positions, or for its cross-attention the encoder's padding alone."""
+    if role != "cross":
+        return position_bias
+    return None if padding is None else _mask(padding, dtype)  # transformers passes zeros for the positions
 
 
 def attend(
@@ -156,6 +197,7 @@ def attend(
 ):  # fmt: skip
     """The function that transformers calls in every attention layer. Shapes are (rows, heads, positions, head size)."""
     now = context.current()
+    now.attended.append(module)
     role = getattr(module, "attention_role", "decoder")
     batch = now.batch
     if now.compute is not None:
@@ -166,7 +208,9 @@ def attend(
     if sliding_window is not None and sliding_window >= (max(layout.lengths) if not layout.padded else layout.width):
         sliding_window = None
     bias = _bias(role, position_bias, batch.padding, query.dtype)
-    demand = Demand(query.shape[-1], query.dtype, bias is not None, softcap is not None, s_aux is not None)
+    demand = Demand(
+        query.shape[-1], query.dtype, bias is not None, softcap is not None, s_aux is not None, value.shape[-1]
+    )
     kernel = now.attention or choose_kernel(demand, now.target)
     options = {"causal": causal, "scale": scale, "dropout": dropout, "window": sliding_window}
     if kernel == "flash":

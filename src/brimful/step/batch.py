@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from brimful.core.errors import UsageError
 from brimful.step.dropout import token_keys
 from brimful.step.loss import IGNORE
 from brimful.step.target import Target
@@ -114,6 +115,8 @@ def make_batch(
     multiple: int = 1,
 ) -> MicroBatch:
     """Put rows into tensors on the host. Padding goes to the right, where causal attention never looks from a token."""
+    if empty := [row.id for row in rows if not row.tokens or not row.labels]:
+        raise UsageError(f"row {empty[0]} is empty", hint="leave rows without tokens out")
     layout = _layout([len(row.tokens) for row in rows], padded, multiple)
     width = layout.width if padded else None
     ids = _shape(_flat([row.tokens for row in rows], width, pad), layout)

@@ -5,7 +5,7 @@ Backward recomputes layers on autograd's own threads, so this is plain module st
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Now:
     """The micro-batch under way, the device it is meant for, and the attention kernel that the plan pinned, if any.
 
+    `attended` lists the modules whose attention came by: a model that does it by itself would ignore rows and masks.
     `compute` is set under autocast: rotary embeddings make queries fp32 there, and attention brings them back.
     """
 
@@ -27,6 +28,7 @@ class Now:
     target: Target
     attention: str | None = None
     compute: torch.dtype | None = None
+    attended: "list[torch.nn.Module]" = field(default_factory=list, repr=False)
 
 
 _stack: list[Now] = []

@@ -9,13 +9,15 @@ from torch import nn
 
 from brimful.core.errors import ModelError
 from brimful.core.precision import Precision
-from brimful.step import attention
+from brimful.step import attention, context
 from brimful.step.batch import MicroBatch
 from brimful.step.dropout import module_id
 from brimful.step.placement import untied_names
 from brimful.step.shards import holds_weights, read_folder
 from brimful.step.source import ModelSource, users_line
 from brimful.step.target import dtype
+
+ENCODER_DECODERS = ("t5", "mt5")  # whose sides and biases are told apart below
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class TrainModel:
         else:
             inner = getattr(self.base, self.base.base_model_prefix)
             states = inner(input_ids=batch.input_ids, position_ids=batch.layout.positions, use_cache=False)[0]
+        if self.source.custom is None and not context.current().attended:
+            raise ModelError(
+                f"{self.source.name} ({self.source.config.model_type}) does its attention by itself, out of our reach",
+                hint="rows could not be kept apart in it; use a model whose attention can be chosen",
+            )
         return states.reshape(-1, states.shape[-1])
 
     def _encode_decode(self, batch: MicroBatch) -> torch.Tensor:
@@ -76,6 +83,11 @@ def build(source: ModelSource, precision: Precision) -> TrainModel:
     weights = dtype(precision.weights)
     if source.custom is not None:
         return _build_custom(source, weights)
+    if source.encoder_decoder and source.config.model_type not in ENCODER_DECODERS:
+        raise ModelError(
+            f"{source.name}: encoder-decoders of type {source.config.model_type} are not known yet",
+            hint=f"known are {', '.join(ENCODER_DECODERS)}",
+        )
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     family = AutoModelForSeq2SeqLM if source.encoder_decoder else AutoModelForCausalLM
@@ -100,7 +112,7 @@ def build(source: ModelSource, precision: Precision) -> TrainModel:
         setattr(part, last, nn.Parameter(getattr(part, last).detach().clone()))
     config = source.config
     scale = 1.0 / config.logits_scaling if getattr(config, "logits_scaling", None) else 1.0
-    scale = getattr(config, "logit_scale", None) or scale
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or scale
     if getattr(config, "scale_decoder_outputs", False):
         scale *= config.d_model**-0.5
     _mark_attention(module, source.encoder_decoder)
@@ -169,12 +181,11 @@ def _mark_attention(module: nn.Module, encoder_decoder: bool) -> None:
         part.attention_role = role
         part.dropout_id = module_id(name)
         if hasattr(part, "compute_bias"):
-            part.compute_bias = _contiguous(part.compute_bias)
+            part.compute_bias = _shared(part.compute_bias, role)
 
 
-def _contiguous(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """T5 makes its bias once, transposed; all layers share it, so it is put straight once and not in every layer."""
-    return lambda *args, **kwargs: function(*args, **kwargs).contiguous()
+def _shared(function: Callable[..., torch.Tensor], role: str) -> Callable[..., torch.Tensor]:
+    return lambda *args, **kwargs: attention.shared_bias(role, function(*args, **kwargs))
 
 
 def materialise(model: TrainModel, device: torch.device) -> None:

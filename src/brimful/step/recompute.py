@@ -28,11 +28,12 @@ class Recomputation:
     """Decides at each call of a layer whether its activations are kept or computed again in backward."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], chosen: frozenset[int] = frozenset(), *, kernel_dropout: bool = False
+        self, layers: Sequence[nn.Module], chosen: frozenset[int] = frozenset(), *, keep_generator: bool = False
     ) -> None:
         self.chosen = chosen
-        # only dropout inside an attention kernel draws from a generator; all other dropout is keyed by row
-        self.keep_generator = kernel_dropout
+        # dropout modules are keyed by row; what draws from a generator is dropout inside an attention kernel, or a
+        # model's call of functional.dropout
+        self.keep_generator = keep_generator
         self.count = len(layers)
         for index, layer in enumerate(layers):
             layer.forward = self._recomputing(index, layer.forward)
