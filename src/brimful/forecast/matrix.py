@@ -141,8 +141,11 @@ def measure_row(row: Row, history: bool, cap: int | None, smallest: int | None) 
 def save_measured(path: str | Path, found: Rows) -> None:
     """Results with the machine's versions, without the histories, which are long."""
     plain = {name: {key: value for key, value in row.items() if key != "history"} for name, row in found.items()}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"rows": plain, "machine": machine()}, indent=1))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps({"rows": plain, "machine": machine()}, indent=1))
+    beside.replace(path)  # whole or not at all
 
 
 def save_histories(path: str | Path, found: Rows) -> None:

@@ -88,34 +88,43 @@ def measure_run(run: RunFile, cap: int | None = None, *, history: bool = False, 
     require_gpu()
     clean_slate()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (cap or total) / total))
+    with _conditions(run, (cap or total) / total, history):
+        gauge, started, died = _Gauge(), time.perf_counter(), None
+        try:
+            _phases(run, gauge, saving)
+        except torch.OutOfMemoryError as error:
+            died = str(error).split(". ")[0]
+        seconds = time.perf_counter() - started
+        free, _ = torch.cuda.mem_get_info()
+        return Measurement(
+            max((p.allocated for p in gauge.peaks), default=0),
+            max((p.reserved for p in gauge.peaks), default=0),
+            total - free,
+            tuple(gauge.peaks),
+            torch.cuda.memory_stats().get("num_alloc_retries", 0),
+            seconds,
+            died,
+            _history() if history else None,
+        )
+
+
+@contextmanager
+def _conditions(run: RunFile, share: float, history: bool) -> Iterator[None]:
+    """The cap, the allocator's settings and the recording of its history, as they were before when it is over."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     if run.pin.allocator:
         _set_allocator(run.pin.allocator)
     if history:
         torch.cuda.memory._record_memory_history(max_entries=2_000_000, context="alloc", stacks="python")
-    gauge, started, died = _Gauge(), time.perf_counter(), None
     try:
-        _phases(run, gauge, saving)
-    except torch.OutOfMemoryError as error:
-        died = str(error).split(". ")[0]
-    seconds = time.perf_counter() - started
-    free, _ = torch.cuda.mem_get_info()
-    events = _history() if history else None
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    result = Measurement(
-        max((p.allocated for p in gauge.peaks), default=0),
-        max((p.reserved for p in gauge.peaks), default=0),
-        total - free,
-        tuple(gauge.peaks),
-        retries,
-        seconds,
-        died,
-        events,
-    )
-    if run.pin.allocator:
-        clean_slate()
-        _set_allocator(_defaults(run.pin.allocator))
-    return result
+        yield
+    finally:
+        if history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        if run.pin.allocator:
+            clean_slate()
+            _set_allocator(_defaults(run.pin.allocator))
 
 
 def _phases(run: RunFile, gauge: _Gauge, saving: bool) -> None:
@@ -156,7 +165,6 @@ def _defaults(settings: str) -> str:
 def _history() -> tuple[tuple[int, str], ...]:
     """The real tape: positive sizes for allocations, negative for frees, each with its innermost line of Python."""
     snapshot = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
     events = []
     for entry in snapshot["device_traces"][0]:
         if entry["action"] == "alloc":
