@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from brimful.cli.flags import takes_run
-from brimful.core.errors import ExitCode
+from brimful.core.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from brimful.core.runfile import RunFile
@@ -26,6 +26,8 @@ def forecast(
     """
     from rich.console import Console
 
+    if timeline is not None and not timeline.absolute().parent.is_dir():
+        raise UsageError(f"{timeline.parent} is no folder", hint="give a --timeline file in a folder that exists")
     side = Console(stderr=True)
     with side.status(f"tracing {run.model} …"):
         # here and not above: these import torch and transformers, which takes seconds

@@ -76,6 +76,8 @@ class Precision:
             if value not in PRESETS:
                 likely = nearest(value, PRESETS, 1)
                 offer = f"did you mean {likely[0]}? " if likely else ""
+                if value == "fp16":
+                    offer = "fp16-scaled keeps fp32 weights; frozen fp16 weights under LoRA are {weights: fp16}; "
                 raise RunFileError(
                     f"precision: {value!r} is not a preset", f"{offer}use one of {', '.join(PRESETS)}, or a mapping"
                 )

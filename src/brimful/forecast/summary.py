@@ -3,13 +3,15 @@
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 from brimful import __version__
 from brimful.catalog.gpus import Gpu, get_gpu
 from brimful.core.errors import UsageError
-from brimful.core.forecast import Culprit, Forecast, LiveTensor
+from brimful.core.forecast import Card, Culprit, Forecast, LiveTensor
 from brimful.core.runfile import RunFile, to_mapping
 from brimful.core.tape import Category, Phase, Tape
+from brimful.core.units import format_bytes
 from brimful.forecast.allocator import Settings, replay, smallest_capacity
 from brimful.forecast.budget import card_of, judge
 
@@ -57,7 +59,7 @@ def forecast_run(run: RunFile) -> tuple[Forecast, Tape]:
         trainable_parameters=traced.trainable_parameters,
         total_parameters=traced.total_parameters,
         host_ram=traced.loading.peak,
-        notes=_notes(gpu),
+        notes=(*_notes(gpu), *_warnings(run, gpu, traced.unquantised), *_cache(result.peak_reserved, smallest, card)),
         versions=_versions(),
         trace_s=time.perf_counter() - started,
     ), tape
@@ -69,6 +71,20 @@ def _notes(gpu: Gpu | None) -> tuple[str, ...]:
     if gpu.capability == get_gpu(REFERENCE).capability:
         return (f"{gpu.title}: its generation was measured, on an H200; its own memory and context were not",)
     return (f"{gpu.title}: this generation was never measured; its kernels are taken to behave as a Hopper's",)
+
+
+def _warnings(run: RunFile, gpu: Gpu | None, unquantised: int) -> Iterator[str]:
+    """What the run file may not have meant."""
+    if gpu is not None and gpu.capability < (8, 0) and run.precision.compute == "bf16":
+        yield f"{gpu.title} has no bf16 of its own: attention runs unfused and slowly; fp16-scaled suits it better"
+    if unquantised:
+        yield f"{unquantised / 1e9:.1f} B weights of experts stay in {run.precision.weights}: nf4 is for linear layers"
+
+
+def _cache(reserved: int, smallest: int, card: Card | None) -> Iterator[str]:
+    if card is not None and smallest <= card.line < reserved:
+        size = format_bytes(reserved - smallest)
+        yield f"with these settings PyTorch would cache {size} more than it needs; on this card it gives that back in time"
 
 
 def _versions() -> dict[str, str]:

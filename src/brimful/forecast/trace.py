@@ -37,6 +37,7 @@ class Trace:
     trainable_parameters: int
     total_parameters: int
     loading: Loading
+    unquantised: int
 
 
 def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiprocessors) -> Trace:
@@ -62,7 +63,7 @@ def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiproce
             raise
         except Exception as error:
             line = users_line(error)
-            if not line:
+            if not line and model.source.custom is None:
                 raise  # not the user's code but ours: a traceback is what helps
             what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             raise ModelError(
@@ -72,7 +73,8 @@ def trace(run: RunFile, capability: tuple[int, int], multiprocessors: Multiproce
         finally:
             for handle in handles:
                 handle.remove()
-    return Trace(recorder.tape(), *counts, host)
+    stacked = [p.numel() for p in step.model.module.parameters() if p.dim() == 3 and p.is_floating_point()]
+    return Trace(recorder.tape(), *counts, host, sum(stacked) if run.method == "qlora" else 0)
 
 
 def _own(recorder: Recorder, model: TrainModel) -> None:

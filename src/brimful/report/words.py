@@ -14,7 +14,9 @@ def job_words(job: Mapping[str, object]) -> str:
     words = [str(job[key]) for key in ("model", "method", "batch") if job.get(key)]
     data, lora, pin = _inside(job, "data"), _inside(job, "lora"), _inside(job, "pin")
     if "lora" in str(job.get("method")) and lora.get("rank"):
-        words[1:2] = [f"{job['method']} rank {lora['rank']}"]
+        variant = lora.get("variant", "lora")
+        with_variant = "" if variant == "lora" else f" ({variant})"
+        words[1:2] = [f"{job['method']}{with_variant} rank {lora['rank']}"]
     if data.get("max_length"):
         target = f" → {data['max_target_length']}" if data.get("max_target_length") else ""
         words.append(f"≤ {data['max_length']}{target} tokens")
