@@ -84,7 +84,7 @@ def _warnings(run: RunFile, gpu: Gpu | None, unquantised: int) -> Iterator[str]:
 def _cache(reserved: int, smallest: int, card: Card | None) -> Iterator[str]:
     if card is not None and smallest <= card.line < reserved:
         size = format_bytes(reserved - smallest)
-        yield f"with these settings PyTorch would cache {size} more than it needs; on this card it gives that back in time"
+        yield f"PyTorch would cache {size} more than it needs with these settings; on this card it gives that back"
 
 
 def _versions() -> dict[str, str]:
