@@ -148,7 +148,8 @@ def main() -> None:
     if held_measured:
         lines += summary("The held-out set", held, held_measured["rows"])
         lines += [
-            "Drawn by `sample.py` with a seed chosen after the last change to the forecast; as first measured.",
+            "Drawn by `sample.py`; forecasts made before measuring, both as they first came.",
+            "The forecast has changed since they were drawn, so these rows are no longer held out: a new draw is due.",
             "",
         ]
     if capacity := load("capacity.json"):
@@ -163,7 +164,7 @@ def main() -> None:
         lines += [
             "## Other tools on the known set",
             "",
-            "Each as its own documentation says, against the reserved memory that was measured.",
+            "Each as its own documentation says, against the figure that it means to give.",
             "",
         ]
         lines += peers(other, known, measured["rows"])

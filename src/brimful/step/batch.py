@@ -66,12 +66,6 @@ class MicroBatch:
             layouts["decoder_layout"] = self.decoder_layout.on(target)
         return replace(self, **moved, **layouts)
 
-    @property
-    def tokens(self) -> int:
-        """Positions that are computed, padding included."""
-        decoder = self.decoder_input_ids.numel() if self.decoder_input_ids is not None else 0
-        return self.input_ids.numel() + decoder
-
 
 def _flat(rows: Sequence[Sequence[int]], width: int | None, fill: int) -> list[int]:
     """Rows end to end, each filled up to `width` where one is given."""

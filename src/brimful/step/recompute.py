@@ -34,7 +34,6 @@ class Recomputation:
         # dropout modules are keyed by row; what draws from a generator is dropout inside an attention kernel, or a
         # model's call of functional.dropout
         self.keep_generator = keep_generator
-        self.count = len(layers)
         for index, layer in enumerate(layers):
             layer.forward = self._recomputing(index, layer.forward)
 
